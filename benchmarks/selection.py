@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
+from topkv.assembly.stages import Staged
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
-from topkv.layers import LayerPath
+from topkv.decode.layers import LayerPath
 from topkv.plugins import registry
 from topkv.plugins.contract import has_hook
-from topkv.staged import Staged
 from topkv.types import ModelShape
 from topkv_testing.timing import graph_us
 

@@ -14,8 +14,8 @@ from attrs import evolve
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks import algorithm, backend, transfer
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv.hooks.discovery import hookimpl
 from topkv.plugins.contract import spec_functions
+from topkv.plugins.discovery import hookimpl
 from topkv.transfer.reference import ReferenceTransfer
 from topkv_testing.models.doubles import GATHER, SCRIPTED, Gather, Scripted
 

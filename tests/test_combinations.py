@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_matrix import CELLS, PARAMS, Run, lacking
+from topkv.assembly.stages import Staged
 from topkv.errors import ConfigError
-from topkv.staged import Staged
 from topkv_head_sparsity import reference as head_sparsity
 from topkv_residual import reference as residual
 from topkv_testing.oracle import attention

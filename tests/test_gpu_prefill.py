@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from topkv.ahead import PLACES
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.plugins import registry
+from topkv.prompts.ahead import PLACES
 from topkv.types import ModelShape
 from topkv_testing.machines.delays import fetched_in_time
 

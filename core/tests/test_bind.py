@@ -8,8 +8,8 @@ import pytest
 
 from topkv.entries import PluginEntry
 from topkv.errors import ConfigError
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
 from topkv_testing.tiers import tier
 

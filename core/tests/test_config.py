@@ -18,8 +18,8 @@ from config_cases import (
     refused,
 )
 
+from topkv.checks import byte_size
 from topkv.config import LoweredConfig, SparseConfig
-from topkv.config.checks import byte_size
 from topkv.config.settings import CHECKS, DEFAULTS, SHARED
 from topkv.config.stages import Named
 from topkv.entries import Capabilities, NoParameters

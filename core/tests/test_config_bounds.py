@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv import hookimpl
+from topkv.checks import byte_size
 from topkv.config import SparseConfig, lower
-from topkv.config.checks import byte_size
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError
 from topkv.messages import shown

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from topkv.entries import Capabilities, PluginEntry
-from topkv.hooks.discovery import hookimpl
 from topkv.ops.topk import topk
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.evictions import EvictionTests
 from topkv_testing.topks import TopKOptions, TopKTests
 from topkv_testing.transfers import TransferTests

@@ -9,8 +9,8 @@ from attrs import evolve
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, RequestError
 from topkv.hooks.algorithm import AlgorithmSpec
-from topkv.hooks.discovery import hookimpl
 from topkv.ops.chunk_attention import add_sinks
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.doubles import SCRIPTED, Scripted
 from topkv_testing.machines.lifecycle_model import (
     DIM,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from topkv.errors import ConfigError, HostMemoryError
-from topkv.prefill import Prefill
+from topkv.prompts.prefill import Prefill
 from topkv_testing.machines.lifecycle import run_lifecycle
 from topkv_testing.machines.lifecycle_model import (
     DIM,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from attrs import evolve
 
+from topkv.assembly.stages import Stages
 from topkv.errors import ConfigError, PluginError
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
-from topkv.staged import Stages
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from topkv.ahead import PLACES, HistoryAhead
-from topkv.streams import SideStream
+from topkv.decode.streams import SideStream
+from topkv.prompts.ahead import PLACES, HistoryAhead
 from topkv_testing.kit import examples
 from topkv_testing.machines.delays import fetched_in_time
 from topkv_testing.machines.lifecycle_model import (

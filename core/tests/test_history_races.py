@@ -12,7 +12,7 @@ import pytest
 import torch
 from history_driver import Driver, prompts
 
-from topkv.streams import SideStream
+from topkv.decode.streams import SideStream
 from topkv_testing.machines.delays import CLOCK_HZ, delayed_copies, fetched_in_time
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.tiers import tier

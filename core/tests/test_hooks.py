@@ -8,8 +8,8 @@ from importlib import import_module
 import attrs
 
 from topkv.entries import HOOK_API, KINDS
-from topkv.hooks.discovery import OPTIONAL
 from topkv.plugins.contract import spec_functions
+from topkv.plugins.discovery import OPTIONAL
 
 EXPECTED = {
     (3, 0): {

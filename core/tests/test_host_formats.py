@@ -8,9 +8,9 @@ import torch
 from topkv.config import SparseConfig, lower
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError
-from topkv.hooks.discovery import hookimpl
 from topkv.kv.host_format import PLAIN, Plain, plain
 from topkv.plugins import PluginRegistry
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.machines.lifecycle_model import MODEL
 from topkv_testing.models.doubles import Entries
 

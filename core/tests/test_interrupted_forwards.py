@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from topkv.decode.lanes import LaneBuffers
 from topkv.errors import DeviceMemoryError, RequestError
-from topkv.lanes import LaneBuffers
-from topkv.memory import SparseKVCacheManager
+from topkv.memory.manager import SparseKVCacheManager
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,

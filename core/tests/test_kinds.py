@@ -13,8 +13,8 @@ from topkv import SparseConfig
 from topkv.config import lower
 from topkv.entries import KINDS, PluginEntry
 from topkv.errors import ConfigError, PluginError
-from topkv.hooks.discovery import hookimpl, hookspec
 from topkv.plugins import PluginRegistry, kinds
+from topkv.plugins.discovery import hookimpl, hookspec
 from topkv.types import ModelShape
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.tests.history_driver import Driver, prompts
-from topkv.loads import LoadsAhead
+from topkv.decode.loads import LoadsAhead
 from topkv_testing.machines.delays import delayed_copies, loaded_in_time
 from topkv_testing.machines.lifecycle_model import SPARSE, make_coordinator
 from topkv_testing.tiers import tier

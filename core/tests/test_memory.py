@@ -6,13 +6,13 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from topkv.decode.lanes import LaneBuffers
 from topkv.errors import DeviceMemoryError
 from topkv.kv.held import tensor_bytes
 from topkv.kv.host_memory import HostMemory
 from topkv.kv.step import StepUploader
 from topkv.kv.store import GroupStore
-from topkv.lanes import LaneBuffers
-from topkv.prefill import Prefill
+from topkv.prompts.prefill import Prefill
 from topkv.transfer.geometry import ZeroCopyTransfer
 from topkv_testing.doubles import Gather, Scripted
 from topkv_testing.machines.lifecycle_model import make_coordinator

@@ -12,9 +12,9 @@ from attrs import evolve
 from topkv import hookimpl
 from topkv.config.stages import Named
 from topkv.coordinator import SparseCoordinator
+from topkv.decode.loads import Loads
 from topkv.entries import NoParameters, PluginEntry
 from topkv.errors import PluginError
-from topkv.loads import Loads
 from topkv.report import Occupancy
 from topkv_testing.machines.lifecycle_model import (
     DIM,

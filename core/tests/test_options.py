@@ -6,12 +6,12 @@ import pytest
 import torch
 from attrs import evolve, frozen
 
+from topkv.assembly.stages import Staged
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
-from topkv.staged import Staged
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.machines.lifecycle_model import SPARSE, doubles
 from topkv_testing.models.doubles import GATHER, Scripted
 from topkv_testing.stages import AlgorithmOptions, OptionTests

@@ -9,7 +9,7 @@ import pytest
 from attrs import define, field, frozen
 from attrs.validators import ge, in_, min_len, optional
 
-from topkv.config.checks import Refused, byte_size
+from topkv.checks import Refused, byte_size
 from topkv.entries import NoParameters, PluginEntry
 from topkv.parameters import class_reasons, make, meanings, passes, values
 from topkv.plugins.entry_checks import reasons as entry_reasons

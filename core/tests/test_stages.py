@@ -6,12 +6,12 @@ import pytest
 import torch
 from attrs import evolve
 
+from topkv.assembly.stages import Staged, Stages
 from topkv.coordinator import SparseCoordinator
 from topkv.entries import Capabilities, NoParameters
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSpec, RepresentationSpec
-from topkv.hooks.discovery import hookimpl
-from topkv.staged import Staged, Stages
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from topkv.errors import RequestError
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv.hooks.discovery import hookimpl
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,

@@ -26,7 +26,7 @@ LIBRARY = (
     "topkv.plugins.contract",
     "topkv.errors",
     "topkv.report",
-    "topkv.loads",
+    "topkv.decode.loads",
     "topkv.kv.layout",
     "topkv.kv.store",
     "topkv.transfer.geometry",

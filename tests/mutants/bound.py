@@ -7,9 +7,10 @@ from attrs import evolve
 
 from core.tests import test_bind
 from tests.mutants.lifecycle import LifecycleMutant
-from topkv import coordinator, staged
-from topkv.layers import Forward
-from topkv.staged import Staged
+from topkv import coordinator
+from topkv.assembly import stages as staged
+from topkv.assembly.stages import Staged
+from topkv.decode.layers import Forward
 
 _bind, _spec = staged.bind_stages, Staged.spec
 

@@ -8,7 +8,7 @@ from attrs import evolve
 from tests.mutants.harness import Mutant, name_of
 from topkv.entries import PluginEntry
 from topkv.hooks.algorithm import AlgorithmSpec
-from topkv.hooks.discovery import hookimpl
+from topkv.plugins.discovery import hookimpl
 from topkv.types import Selection
 from topkv_testing.algorithms import AlgorithmTests
 from topkv_testing.models.stage_doubles import COMPLETE, Complete, Everything

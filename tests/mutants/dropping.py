@@ -9,8 +9,8 @@ from attrs import evolve
 from tests.mutants.harness import Mutant, name_of
 from tests.mutants.lifecycle import LifecycleMutant, nothing
 from tools.dropping.tests import test_dropping as tests
-from topkv.hooks.discovery import hookimpl
-from topkv.requests import Requests
+from topkv.plugins.discovery import hookimpl
+from topkv.requests.requests import Requests
 from topkv_dropping import dropping, stage
 from topkv_dropping.dropping import Dropping
 from topkv_dropping.stage import ScoresPages

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from tests.mutants.harness import Mutant, name_of
 from topkv.entries import PluginEntry
-from topkv.hooks.discovery import hookimpl
+from topkv.plugins.discovery import hookimpl
 from topkv.transfer.eviction import LeastRecentlyUsed
 from topkv_testing.evictions import EvictionTests
 

@@ -11,9 +11,9 @@ from tests.mutants.lifecycle import LifecycleMutant
 from topkv import SparseCoordinator
 from topkv.entries import KINDS
 from topkv.errors import ConfigError
-from topkv.hooks.discovery import hookimpl
 from topkv.kv.host_pool import HostKVPool
 from topkv.plugins import kinds
+from topkv.plugins.discovery import hookimpl
 from topkv_prefixes import prefixes, settings, tier
 from topkv_prefixes.places import fingerprint_of
 from topkv_testing.machines.kept import make_kept

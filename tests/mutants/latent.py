@@ -7,9 +7,9 @@ from typing import Any
 from attrs import evolve
 
 from tests.mutants.lifecycle import LifecycleMutant, Run, nothing
-from topkv.kv.representations import RepresentationPools
-from topkv.prefill import Prefill
-from topkv.selectors import Own, Selector
+from topkv.decode.selectors import Own, Selector
+from topkv.memory.representations import RepresentationPools
+from topkv.prompts.prefill import Prefill
 from topkv_testing.machines import scenarios
 from topkv_testing.machines.latent import latent_machine
 from topkv_testing.tiers import Tier

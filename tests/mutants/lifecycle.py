@@ -12,17 +12,17 @@ from attrs import evolve, field, frozen
 from hypothesis import Phase, settings
 
 from tests.mutants.harness import without_shrinking
-from topkv.ahead import PLACES, HistoryAhead
 from topkv.coordinator import SparseCoordinator
+from topkv.decode.selectors import Own
+from topkv.decode.streams import SideStream
 from topkv.errors import ConfigError, PluginError
-from topkv.hooks.discovery import hookimpl
-from topkv.kv.representations import RepresentationPools
 from topkv.kv.store import GroupStore
-from topkv.pages import PageTable
-from topkv.prefill import Prefill
-from topkv.requests import Requests
-from topkv.selectors import Own
-from topkv.streams import SideStream
+from topkv.memory.representations import RepresentationPools
+from topkv.plugins.discovery import hookimpl
+from topkv.prompts.ahead import PLACES, HistoryAhead
+from topkv.prompts.prefill import Prefill
+from topkv.requests.pages import PageTable
+from topkv.requests.requests import Requests
 from topkv.transfer.geometry import ZeroCopyTransfer
 from topkv.transfer.reference import ReferenceTransfer
 from topkv.transfer.triton import TritonTransfer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.tests.test_loads import compared
 from tests.mutants.lifecycle import LifecycleMutant
-from topkv.loads import Loads, LoadsAhead, SharedLoads
+from topkv.decode.loads import Loads, LoadsAhead, SharedLoads
 
 
 def only_planned(self):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tests.mutants.harness import Mutant, name_of
+from topkv.decode.loads import Loads
 from topkv.entries import PluginEntry
-from topkv.hooks.discovery import hookimpl
-from topkv.loads import Loads
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.observers import ObserverOptions, ObserverTests
 
 OPTIONS = ObserverOptions(

@@ -12,7 +12,7 @@ from attrs import evolve
 from tests.mutants.lifecycle import LifecycleMutant, Run
 from topkv.config import lowering, plans
 from topkv.errors import ConfigError
-from topkv.hooks.discovery import hookimpl
+from topkv.plugins.discovery import hookimpl
 from topkv.types import Selection
 from topkv_regranulate.entry import topkv_register_stages
 from topkv_regranulate.stage import Regranulate

@@ -6,8 +6,8 @@ import torch
 from attrs import evolve
 
 from tests.mutants.harness import Mutant, name_of
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.models.stage_doubles import RERANK, Rerank, products
 from topkv_testing.stages import AlgorithmOptions, StageTests
 

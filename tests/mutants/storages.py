@@ -8,7 +8,7 @@ import time
 from attrs import evolve
 
 from tests.mutants.harness import Mutant, name_of
-from topkv.hooks.discovery import hookimpl
+from topkv.plugins.discovery import hookimpl
 from topkv_prefixes.storage import StorageUsage
 from topkv_testing.models.storage_doubles import SHELF, ShelfParams, ShelfStorage
 from topkv_testing.storages import StorageOptions, StorageTests

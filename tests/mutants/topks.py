@@ -6,8 +6,8 @@ import torch
 
 from tests.mutants.harness import Mutant, name_of
 from topkv.entries import PluginEntry
-from topkv.hooks.discovery import hookimpl
 from topkv.ops import topk_reference
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.topks import TopKOptions, TopKTests
 
 OPTIONS = TopKOptions(widths=(3000,), selects=(1, 127))

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.mutants.harness import Mutant, name_of
 from topkv.entries import Capabilities, PluginEntry
-from topkv.hooks.discovery import hookimpl
+from topkv.plugins.discovery import hookimpl
 from topkv.transfer import kernels, reference, token_kernels, triton
 from topkv.transfer.reference import ReferenceTransfer
 from topkv.transfer.triton import TritonTransfer

@@ -9,14 +9,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from topkv.hooks.discovery import hookimpl as hookimpl
+from topkv.plugins.discovery import hookimpl as hookimpl
+from topkv.version import VERSION
 
 if TYPE_CHECKING:
     from topkv._attach import attach as attach
     from topkv.config import SparseConfig as SparseConfig
     from topkv.coordinator import SparseCoordinator as SparseCoordinator
 
-__version__ = "0.2.0"
+__version__ = VERSION
 
 _LAZY = {
     "attach": "topkv._attach",

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from topkv.admission import Admission, admission
-from topkv.assembly import Plugins, Tensors, make_plugins
-from topkv.checks import check_held, check_idle, check_replaced, check_reserve
+from topkv.assembly.assembly import Plugins, Tensors, make_plugins
 from topkv.config import LoweredConfig
-from topkv.layers import Forward
-from topkv.memory import SparseKVCacheManager
+from topkv.decode.layers import Forward
+from topkv.memory.manager import SparseKVCacheManager
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.report import MemoryReport, TransferReport, count_transfers
-from topkv.requests import Requests
+from topkv.requests.admission import Admission, admission
+from topkv.requests.checks import check_held, check_idle, check_replaced, check_reserve
+from topkv.requests.requests import Requests
 
 
 class BetweenForwards:

@@ -1,179 +1,143 @@
-"""Checks of forwards and requests, which refuse before anything has changed."""
+"""Checks of values: each gives back the value in its lowered form, or raises ValueError with what
+it must be."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
 
-import numpy as np
-from torch import Tensor
+from topkv.messages import close, shown
 
-from topkv.config.layers import show_ranges
-from topkv.errors import RequestError
-from topkv.layers import Forward
-from topkv.requests import Requests
-from topkv.types import ModelShape
+MOST = 2**31 - 1
+"""Upper bound of every count: tensors of ids are int32."""
+
+MOST_BYTES = 2**63 - 1
+MOST_LAYERS = 2**16
+
+Check = Callable[[Any], Any]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def check_begin(forward: Forward, requests: Requests) -> None:
-    """Refuse slots without a request, slots or rows named twice, and tokens without room.
+class Refused(ValueError):
+    """Parts of a value are wrong.
 
-    Raises:
-        RequestError: a slot is unknown or named twice, there are too many rows, a chunk has fewer
-            than 0 tokens or a wrong place, or an algorithm has no room for another token after the
-            prompt.
+    Attributes:
+        reasons: each continues the key of the value: ``"[5] unit must be ..."``.
+        good: the value without those parts.
     """
-    rows, most = forward.rows, requests.config.max_requests
-    if len(rows) > most:
-        raise RequestError(f"{len(rows)} decode rows exceed max_requests = {most}")
-    for chunk in forward.chunks:
-        requests.check(chunk.slot)
-        if chunk.tokens < 0:
-            raise RequestError(
-                f"chunk ({chunk.slot}, {chunk.tokens}) has fewer than 0 tokens; rollback and "
-                "truncate take tokens back"
-            )
-    slots, active = forward.live, requests.active
-    if len(slots):
-        requests.check(int(slots.max()))  # counting takes as much room as the largest slot says
-    if forward.chunks:
-        slots = np.append(slots, [chunk.slot for chunk in forward.chunks])
-    named = np.bincount(slots, minlength=len(active))
-    if (named > active).any():
-        for slot in slots.tolist():
-            requests.check(slot)
-        raise RequestError(f"slot {named.argmax()} is named twice in one forward")
-    _check_generated(requests, forward.writers, 1)
-    if forward.chunks:
-        _check_places(forward)
+
+    def __init__(self, reasons: Sequence[str], good: Any) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons, self.good = tuple(reasons), good
 
 
-def check_idle(forward: Forward | None, call: str) -> None:
-    """Refuse what belongs between forwards while one is open."""
-    if forward is not None:
-        raise RequestError(f"{call} during a forward; call forward_end or forward_abort first")
+def need(right: bool, expected: str, value: Any) -> None:
+    """Raise ValueError, which says what a value must and what it is, unless it is right."""
+    if not right:
+        raise ValueError(f"must {expected}, got {shown(value)}")
 
 
-def check_reserve(requests: Requests, slot: int, tokens: int) -> None:
-    """Refuse further tokens for which an algorithm has no room after the prompt.
-
-    Raises:
-        RequestError: it has none, or the slot holds no request.
-    """
-    requests.check(slot)
-    if not requests.fresh[slot]:  # else they may all be prompt
-        _check_generated(requests, np.asarray([slot]), tokens)
+def is_text(value: Any) -> bool:
+    """True for a text that UTF-8 has, which can be part of a key or a path."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
 
 
-def _check_generated(requests: Requests, slots: np.ndarray, tokens: int) -> None:
-    """Refuse tokens that an algorithm which chooses once could not attend.
+def count(value: Any) -> int:
+    need(type(value) is int and value > 0, "be a positive int", value)
+    need(value <= MOST, f"be at most {MOST}", value)
+    return int(value)
+
+
+def must(be: str, right: Callable[[Any], bool]) -> Check:
+    """A check of a value that stays as it is."""
+
+    def check(value: Any) -> Any:
+        need(right(value), f"be {be}", value)
+        return value
+
+    return check
+
+
+def one_of(choices: tuple[str, ...]) -> Check:
+    words = ", ".join(map(repr, choices))
+    return must(f"one of {words}", lambda value: isinstance(value, str) and value in choices)
+
+
+pattern = must(
+    "a text of F and S that begins with F, such as 'FSSS'",
+    lambda value: isinstance(value, str) and value[:1] == "F" and set(value) <= {"F", "S"},
+)
+flag = must("true or false", lambda value: isinstance(value, bool))
+plugin = must("the name of a plugin", lambda value: isinstance(value, str) and value != "")
+
+
+def parameters(value: Any) -> dict[str, Any]:
+    named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    need(named, "map names of parameters to values", value)
+    return dict(value)
+
+
+def layer_numbers(value: Any) -> tuple[int, ...]:
+    known = isinstance(value, (list, tuple, range, set, frozenset))
+    layers = list(islice(value, MOST_LAYERS + 1)) if known else []
+    need(len(layers) <= MOST_LAYERS, f"be a list of at most {MOST_LAYERS} layers", value)
+    right = known and all(type(layer) is int and 0 <= layer <= MOST for layer in layers)
+    need(right, "be a list of layer numbers from 0", value)
+    return tuple(sorted(set(layers)))
+
+
+def byte_size(value: Any) -> int:
+    """Bytes of an int or of a text such as ``"64GiB"`` (1024) or ``"64GB"`` (1000)."""
+    size = value if type(value) is int else _text_size(value)
+    need(size > 0, "be a positive number of bytes or a size like '64GiB'", value)
+    need(size <= MOST_BYTES, f"be at most {MOST_BYTES} bytes", value)
+    return int(size)
+
+
+def _text_size(value: Any) -> float:
+    """Bytes that a text names, a float because it may name any number; 0 if it names none."""
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return 0
+    prefix = (match[2] or "").lower()
+    power: int = (1024 if prefix.endswith("i") else 1000) ** _POWER[prefix[:1]]
+    return float(match[1]) * power
+
+
+def near(name: object, known: Iterable[str]) -> str:
+    """The known names that are close to ``name``; all of them if none is."""
+    known = sorted(known)
+    return close(name, known) or f"known: {', '.join(known) or 'none'}"
+
+
+def clean(
+    values: Mapping[Any, Any], checks: Mapping[str, Check], reasons: list[str], where: str = ""
+) -> dict[str, Any]:
+    """Return the values that are right, in lowered form; reasons against others go to ``reasons``.
 
     Args:
-        slots: int64 ``[B]`` requests, each of which generates ``tokens`` further ones.
+        values: by key; None counts as not set.
+        checks: the keys there are.
+        reasons: gets one text for each value that is refused.
+        where: stands before each reason.
     """
-    generated = requests.generated
-    if generated == 2**31 - 1:
-        return  # it has room for any number
-    length = requests.length[slots]
-    prompt = np.where(requests.fresh[slots], length, requests.prompt[slots])
-    over = slots[length - prompt + tokens > generated]
-    if len(over):
-        raise RequestError(
-            f"slots {over.tolist()} would have more than {generated} tokens after "
-            "their prompt, and the algorithm has room for no more; raise its parameter "
-            "'generated', or let it drop the oldest of them"
-        )
-
-
-def _check_places(forward: Forward) -> None:
-    """Refuse chunks over rows of others, and rows that nothing would write."""
-    places = [np.arange(chunk.rows.start, chunk.rows.stop) for chunk in forward.chunks]
-    rows = np.concatenate([np.flatnonzero(forward.rows >= 0), *places])
-    times = np.bincount(rows[rows >= 0], minlength=forward.count)
-    twice, never = np.flatnonzero(times > 1), np.flatnonzero(times == 0)
-    never = never[never >= len(forward.rows)]  # padded decode rows are written by the decode
-    first = rows.min(initial=0)
-    if first < 0 or len(twice) or len(never):
-        raise RequestError(
-            f"rows of chunks must be 0 or more, those of no other row and without gaps, got "
-            f"{twice.tolist()} twice, {never.tolist()} of nothing, the first {first}; "
-            "leave the row out to put a chunk behind the others"
-        )
-
-
-def check_rows(forward: Forward, model: ModelShape, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse other shapes than those of the open forward: kernels would read or miss rows.
-
-    Raises:
-        RequestError: q is not ``[rows, H, D]``, or k or v not ``[rows, Hkv, D]``.
-    """
-    rows = forward.count
-    queries = (rows, model.num_heads, model.head_dim)
-    keys = (rows, model.num_kv_heads, model.head_dim)
-    if not (q.shape == queries and k.shape == v.shape == keys):
-        raise RequestError(
-            f"expected q {list(queries)}, k and v {list(keys)} for the {rows} rows of this "
-            f"forward, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-        )
-
-
-def check_end(forward: Forward, model: ModelShape) -> None:
-    """Refuse to close a forward in which some layers have not appended their tokens.
-
-    Decode rows may have run in a graph, which calls nothing here.
-
-    Raises:
-        RequestError: layers are left out.
-    """
-    if not (forward.called or forward.prompt_tokens):
-        return
-    left_out = [layer for layer in model.layers if layer not in forward.attended]
-    if left_out:
-        raise RequestError(
-            f"attention has not run for layers {show_ranges(left_out)} of this forward; "
-            "call it for each layer, or drop the forward with forward_abort"
-        )
-
-
-def check_held(requests: Requests, pages: Sequence[int], length: int) -> None:
-    """Refuse tokens that pages cannot hold, or that an algorithm has to see.
-
-    Raises:
-        RequestError: length is not that of whole pages among these, or representations do not
-            come along with pages.
-    """
-    page = requests.config.page_tokens
-    most = len(pages) * page
-    if length % page or not 0 <= length <= most:
-        raise RequestError(
-            f"length must be a multiple of page_tokens = {page} and at most {most}, the "
-            f"tokens of the {len(pages)} pages, got {length}"
-        )
-    if length and not requests.shares_prefixes:
-        raise RequestError(
-            "an algorithm keeps more of a prompt than what stands in its pages, so that no "
-            f"other request can take over {length} tokens; begin with none"
-        )
-
-
-def check_replaced(requests: Requests, slot: int, first: int, pages: Sequence[int]) -> None:
-    """Refuse to replace pages that are not full, or not an engine's.
-
-    Raises:
-        RequestError: with the reason.
-    """
-    requests.check(slot)
-    full = int(requests.length[slot]) // requests.config.page_tokens
-    if requests.config.pages != "engine":
-        raise RequestError(
-            "pages are the core's, and no engine gives them out; set pages to 'engine'"
-        )
-    if not 0 <= first <= first + len(pages) <= full:
-        raise RequestError(
-            f"pages {first} to {first + len(pages)} of slot {slot} cannot be replaced: its "
-            f"{int(requests.length[slot])} tokens fill {full} pages; replace those alone"
-        )
-    if not requests.shares_prefixes:
-        raise RequestError(
-            "an algorithm keeps more of a prompt than what stands in its pages, so that no other "
-            "page can stand for one; keep both"
-        )
+    good = {}
+    for key, value in values.items():
+        if key not in checks:
+            reasons.append(f"{where}unknown key {shown(key)}; {near(key, checks)}")
+        elif value is not None:
+            try:
+                good[key] = checks[key](value)
+            except Refused as error:
+                reasons += [f"{where}{key}{reason}" for reason in error.reasons]
+                good[key] = error.good
+            except ValueError as error:
+                reasons.append(f"{where}{key} {error}")
+    return good

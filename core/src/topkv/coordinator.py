@@ -4,7 +4,7 @@ Read this file from top to bottom: ``forward_begin`` puts the rows of a forward 
 ``attention`` runs one layer, ``forward_end`` closes what the forward filled. Everything between
 the two is device work on tensors with fixed addresses and can be captured in a CUDA graph.
 Requests begin, end, grow and fork between forwards: ``topkv.between`` has the calls,
-``topkv.requests`` what they do.
+``topkv.requests.requests`` what they do.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topkv.assembly import allocate, connect, make_plugins
+from topkv.assembly.assembly import allocate, connect, make_plugins
+from topkv.assembly.stages import bind_stages
 from topkv.between import BetweenForwards
-from topkv.checks import check_begin, check_end, check_idle, check_rows
 from topkv.config import LoweredConfig
+from topkv.decode.layers import Forward, LayerPath
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
-from topkv.layers import Forward, LayerPath
 from topkv.observers import Observers
 from topkv.ops.chunk_attention import add_sinks
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
-from topkv.prefill import Prefill
-from topkv.requests import Requests
-from topkv.staged import bind_stages
+from topkv.prompts.prefill import Prefill
+from topkv.requests.checks import check_begin, check_end, check_idle, check_rows
+from topkv.requests.requests import Requests
 from topkv.types import Index, Selection
 
 

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from topkv.config import LoweredConfig
+from topkv.decode.layers import Forward, LayerPath
 from topkv.hooks.observer import ForwardReport, Observer, ObserverSetup
-from topkv.layers import Forward, LayerPath
 from topkv.plugins import PluginRegistry
 from topkv.plugins.contract import has_hook
 from topkv.report import count_occupancy, count_transfers
-from topkv.requests import Requests
+from topkv.requests.requests import Requests
 
 
 class Observers:

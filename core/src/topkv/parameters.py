@@ -20,7 +20,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from attrs import NOTHING, Attribute, asdict, fields, has
 from attrs.exceptions import FrozenInstanceError
 
-from topkv.config.checks import Refused, near
+from topkv.checks import Refused, near
 from topkv.messages import raised, shown
 
 _WORDS = {bool: "true or false", int: "an int", float: "a number", str: "a text", NoneType: "None"}
@@ -29,7 +29,7 @@ _ADVICE = "an attrs class that is frozen, whose fields are the parameters"
 
 
 def passes(check: Callable[[Any], Any]) -> Callable[[Any, Any, Any], None]:
-    """Make the validator of a field from a check of values, such as ``topkv.config.checks`` has.
+    """Make the validator of a field from a check of values, such as ``topkv.checks`` has.
 
     Args:
         check: raises ValueError, which begins with "must be".

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from attrs import field, frozen
+from attrs import frozen
 
+from topkv.hooks.observer import Occupancy as Occupancy
+from topkv.hooks.observer import TransferReport as TransferReport
 from topkv.kv.held import tensor_bytes
 from topkv.kv.step import StepUploader
 from topkv.kv.store import GroupStore
-from topkv.memory import SparseKVCacheManager
-from topkv.requests import Requests
+from topkv.memory.manager import SparseKVCacheManager
+from topkv.requests.requests import Requests
 
 
 @frozen
@@ -49,43 +51,6 @@ class MemoryReport:
         """All bytes on the device."""
         ours = self.device_kv + self.representation + self.metadata + self.workspace
         return ours + self.left
-
-
-@frozen
-class TransferReport:
-    """Counts of ``plan`` and ``load``.
-
-    Attributes:
-        hits, misses: units found in buffer or ring, and units that had to be loaded.
-        loaded_bytes: bytes that crossed the link for the misses.
-        layers: by model layer, the counts of this layer alone; sparse layers, in order.
-    """
-
-    hits: int
-    misses: int
-    loaded_bytes: int
-    layers: Mapping[int, TransferReport] = field(factory=dict)
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the selected units that needed no load; 0 where none was selected."""
-        total = self.hits + self.misses
-        return self.hits / total if total else 0.0
-
-
-@frozen
-class Occupancy:
-    """Host pages and request slots, and how many of them requests hold.
-
-    Attributes:
-        pages, used_pages: host pages that requests can hold, and those that at least one holds.
-        slots, used_slots: request slots, and those that hold a request.
-    """
-
-    pages: int
-    used_pages: int
-    slots: int
-    used_slots: int
 
 
 @frozen

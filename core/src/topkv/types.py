@@ -20,6 +20,9 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+MAX_COLUMNS = 1 << 20
+"""Most units of a request that an algorithm can rank, and most scores of a row of a top-k."""
+
 
 @frozen
 class IndexerShape:

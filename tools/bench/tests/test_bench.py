@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from topkv.config import SparseConfig
 from topkv.errors import HostMemoryError
-from topkv.history import StoredHistory
+from topkv.prompts.history import StoredHistory
 from topkv_bench import command, contestants, geometry, runs
 from topkv_bench.contestants import NAMES, Cell, Topkv, expected_bytes
 from topkv_bench.document import SCHEMA

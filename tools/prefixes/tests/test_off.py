@@ -11,8 +11,8 @@ from topkv import SparseCoordinator
 from topkv.config.stages import Named
 from topkv.entries import NoParameters, PluginEntry
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.machines.dropping import OPTIONS
 from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import doubles, make_coordinator

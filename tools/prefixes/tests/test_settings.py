@@ -52,7 +52,7 @@ def test_a_setting_that_is_wrong_is_refused(storage, reason):
 
 
 def test_all_that_is_wrong_is_refused_together_and_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr("topkv.assembly.SparseKVCacheManager", None)
+    monkeypatch.setattr("topkv.assembly.assembly.SparseKVCacheManager", None)
     storage = {"name": "shelves", "write": "behind", "quotas": {"a": 0}}
     params = {"keep": "some", "storage": storage, "quotas": {}}
     with pytest.raises(ConfigError) as refused:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from topkv import prefill
+from topkv.prompts import prefill
 from topkv_files.entry import topkv_register_storages
 from topkv_prefixes import fetching
 from topkv_prefixes.calls import Workers

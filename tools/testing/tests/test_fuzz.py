@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.hooks.discovery import hookimpl
 from topkv.plugins import registry
+from topkv.plugins.discovery import hookimpl
 from topkv.transfer.reference import ReferenceTransfer
 from topkv_testing import fuzz
 from topkv_testing.machines.fuzz_lanes import FastLane

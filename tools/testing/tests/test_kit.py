@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import topkv_testing
 from topkv.entries import TIERS, TRAITS, Capabilities
 from topkv.errors import PluginError
-from topkv.hooks.discovery import hookimpl
+from topkv.plugins.discovery import hookimpl
 from topkv_testing.algorithms import AlgorithmTests
 from topkv_testing.differences import difference
 from topkv_testing.doubles import GATHER, SCRIPTED

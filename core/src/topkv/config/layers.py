@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from topkv.config.checks import Check, Refused, clean, need, one_of
+from topkv.checks import Check, Refused, clean, need, one_of
 from topkv.messages import shown
 
 DENSE = ("resident", "streamed")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from topkv.config.checks import clean
+from topkv.checks import clean
 from topkv.config.layers import show_ranges
 from topkv.config.lowered import LoweredConfig, LoweredGroup
 from topkv.config.negotiation import LayerPlan, all_refusals

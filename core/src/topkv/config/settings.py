@@ -11,8 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from attrs import field, fields, frozen
 
-from topkv.config import checks, stages
-from topkv.config.checks import clean, one_of
+from topkv import checks
+from topkv.checks import clean, one_of
+from topkv.config import stages
 from topkv.config.files import read
 from topkv.config.layers import DENSE, overrides
 from topkv.config.stages import Named, StageSettings

@@ -8,11 +8,10 @@ from importlib.util import find_spec
 
 import torch
 
-from topkv.config.checks import MOST
+from topkv.checks import MOST
 from topkv.config.lowered import LoweredConfig, LoweredGroup
 from topkv.messages import shown
-from topkv.ops.topk import MAX_COLUMNS
-from topkv.types import ModelShape
+from topkv.types import MAX_COLUMNS, ModelShape
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 MAX_SELECT = 2**15  # the plan packs two counts into 32 bits

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import Factory, define, evolve, field, frozen
 
-from topkv.config.checks import Refused, clean
+from topkv.checks import Refused, clean
 from topkv.config.settings import CHECKS, DEFAULTS
 from topkv.config.stages import N
 from topkv.entries import Capabilities, NoParameters, PluginEntry

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from attrs import field, frozen
 
-from topkv.config import checks
-from topkv.config.checks import Refused, clean, need
+from topkv import checks
+from topkv.checks import Refused, clean, need
 from topkv.messages import shown
 
 

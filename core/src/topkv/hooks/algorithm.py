@@ -41,8 +41,8 @@ from attrs.validators import ge, in_
 from attrs.validators import optional as or_none
 from torch import Tensor
 
-from topkv.hooks.discovery import hookspec, optional
 from topkv.hooks.topk import TopK
+from topkv.plugins.discovery import hookspec, optional
 from topkv.types import GroupShape, LayerView, ModelShape, Selection
 
 ORDERS = ("any", "score", "unit")

@@ -22,7 +22,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from topkv.hooks.discovery import hookspec, optional
+from topkv.plugins.discovery import hookspec, optional
 from topkv.types import GroupShape, LayerView, ModelShape, Plan, Tables
 
 

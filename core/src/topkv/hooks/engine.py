@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
-from topkv.hooks.discovery import hookspec
+from topkv.plugins.discovery import hookspec
 
 if TYPE_CHECKING:
     from topkv.plugins import PluginRegistry

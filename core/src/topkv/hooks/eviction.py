@@ -25,7 +25,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from topkv.hooks.discovery import hookspec, optional
+from topkv.plugins.discovery import hookspec, optional
 
 
 @frozen

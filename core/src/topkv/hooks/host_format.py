@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from attrs import frozen
 from torch import Tensor
 
-from topkv.hooks.discovery import hookspec, optional
+from topkv.plugins.discovery import hookspec, optional
 from topkv.types import GroupShape, ModelShape
 
 

@@ -11,14 +11,16 @@ what is wrong to ``known.reasons``, beside all other reasons.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
-from topkv.config import LoweredConfig
-from topkv.hooks.discovery import hookspec
-from topkv.kv.host_pool import HostKVPool
 from topkv.plugins import PluginRegistry
+from topkv.plugins.discovery import hookspec
+
+if TYPE_CHECKING:
+    from topkv.config import LoweredConfig
+    from topkv.kv.host_pool import HostKVPool
 
 
 @frozen

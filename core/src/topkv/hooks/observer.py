@@ -10,14 +10,15 @@ then on, with a warning that names its package; the forward goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import Factory, frozen
+from attrs import Factory, field, frozen
 
-from topkv.config import LoweredConfig
-from topkv.hooks.discovery import hookspec, optional
-from topkv.layers import LayerPath
-from topkv.report import Occupancy, TransferReport
+from topkv.plugins.discovery import hookspec, optional
+from topkv.types import LayerView
+
+if TYPE_CHECKING:
+    from topkv.config import LoweredConfig
 
 
 @frozen
@@ -31,6 +32,52 @@ class ObserverSetup:
 
     config: LoweredConfig
     params: Any
+
+
+@frozen
+class TransferReport:
+    """Counts of ``plan`` and ``load``.
+
+    Attributes:
+        hits, misses: units found in buffer or ring, and units that had to be loaded.
+        loaded_bytes: bytes that crossed the link for the misses.
+        layers: by model layer, the counts of this layer alone; sparse layers, in order.
+    """
+
+    hits: int
+    misses: int
+    loaded_bytes: int
+    layers: Mapping[int, TransferReport] = field(factory=dict)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the selected units that needed no load; 0 where none was selected."""
+        total = self.hits + self.misses
+        return self.hits / total if total else 0.0
+
+
+@frozen
+class Occupancy:
+    """Host pages and request slots, and how many of them requests hold.
+
+    Attributes:
+        pages, used_pages: host pages that requests can hold, and those that at least one holds.
+        slots, used_slots: request slots, and those that hold a request.
+    """
+
+    pages: int
+    used_pages: int
+    slots: int
+    used_slots: int
+
+
+class Layer(Protocol):
+    """The path of a sparse layer (``topkv.decode.layers.LayerPath``) as an observer may read it;
+    ``loads`` it may replace."""
+
+    view: LayerView
+    lanes: Any
+    loads: Any
 
 
 @frozen
@@ -68,12 +115,13 @@ class Observer(Protocol):
 
     @optional
     @hookspec
-    def bind_layers(self, layers: Sequence[LayerPath]) -> Callable[[], Any] | None:
+    def bind_layers(self, layers: Sequence[Layer]) -> Callable[[], Any] | None:
         """Bind to the layers of a coordinator. Called once, before any forward.
 
-        An observer may put a ``topkv.loads.Loads`` of its own around ``path.loads``. Its ``plan``
-        and ``load`` are hot: a graph replays what they queue, so they neither wait for the device
-        nor allocate. What makes an observer raise comes before it changes the first layer.
+        An observer may put a ``topkv.decode.loads.Loads`` of its own around ``path.loads``. Its
+        ``plan`` and ``load`` are hot: a graph replays what they queue, so they neither wait for
+        the device nor allocate. What makes an observer raise comes before it changes the first
+        layer.
 
         Args:
             layers: paths of the sparse layers, in order. An observer may use their ``view``,

@@ -61,7 +61,7 @@ from attrs.validators import ge, in_
 from torch import Tensor
 
 from topkv.hooks.algorithm import ORDERS, RepresentationSpec
-from topkv.hooks.discovery import hookspec, optional
+from topkv.plugins.discovery import hookspec, optional
 from topkv.types import GroupShape, LayerView, ModelShape, Selection
 
 

@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from topkv.hooks.discovery import hookspec
+from topkv.plugins.discovery import hookspec
 
 
 @frozen

@@ -15,15 +15,17 @@ bit. Padded rows (slot -1) touch nothing but their own lanes of the plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from attrs import frozen
 from torch import Tensor
 
-from topkv.hooks.discovery import hookspec
 from topkv.hooks.eviction import Eviction
-from topkv.kv.store import GroupStore
+from topkv.plugins.discovery import hookspec
 from topkv.types import LayerView, Plan
+
+if TYPE_CHECKING:
+    from topkv.kv.store import GroupStore
 
 
 @frozen

@@ -4,5 +4,5 @@ Reading order: ``layout`` (the address of an entry in the host pool), ``token_fo
 form of a token, packed by ``fp8_kernels``), ``host_pool`` (pages and leases, in memory of
 ``host_memory``; ``engine_pages`` takes page ids from an engine), ``store`` (the device buffer of a
 group and its maps), ``representations`` (the pools of an algorithm) and ``step`` (the step tensors
-and their upload). ``held`` counts bytes for reports. ``topkv.memory`` makes all of them.
+and their upload). ``held`` counts bytes for reports. ``topkv.memory.manager`` makes all of them.
 """

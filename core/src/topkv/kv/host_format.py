@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.host_format import EntryKernels, HostFormatSetup
+from topkv.plugins.discovery import hookimpl
 
 
 class Plain:
@@ -37,7 +37,7 @@ class Plain:
 
     @hookimpl
     def kernels(self) -> EntryKernels:
-        from topkv.transfer.entry_kernels import PLAIN_KERNELS
+        from topkv.kv.entry_kernels import PLAIN_KERNELS
 
         return PLAIN_KERNELS
 

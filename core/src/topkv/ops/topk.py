@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.ops import topk_reference
+from topkv.plugins.discovery import hookimpl
+from topkv.types import MAX_COLUMNS
 
-MAX_COLUMNS = 1 << 20
 """Longest row."""
 
 

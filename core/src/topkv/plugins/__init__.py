@@ -2,7 +2,7 @@
 
 ``registry`` is what this process has; a ``PluginRegistry`` of one's own has what it is handed.
 What a package writes is public and stands elsewhere: its entries in ``topkv.entries``, the hooks
-that return them in ``topkv.hooks.discovery``, those of each kind in ``topkv.hooks``.
+that return them in ``topkv.plugins.discovery``, those of each kind in ``topkv.hooks``.
 
 Reading order: ``plugin_registry`` (plugins by kind and name, and how an instance is made),
 ``kinds`` (those that there are), ``records`` (packages are asked, and their answers become

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from topkv.entries import Capabilities, PluginEntry
-from topkv.hooks.discovery import hookimpl
+from topkv.plugins.discovery import hookimpl
 
 
 @hookimpl

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from topkv.errors import PluginError
-from topkv.hooks.discovery import OPTIONAL
+from topkv.plugins.discovery import OPTIONAL
 
 _SPEC_MARK = "topkv_spec"
 _IMPL_MARK = "topkv_impl"

@@ -16,12 +16,12 @@ from typing import Any, TextIO
 import pluggy
 from attrs import evolve, frozen
 
-import topkv
 from topkv.entries import HOOK_API, PluginEntry
-from topkv.hooks.discovery import hookspec
 from topkv.messages import raised
 from topkv.plugins import builtin, entry_checks
+from topkv.plugins.discovery import hookspec
 from topkv.plugins.kinds import kinds, registering
+from topkv.version import VERSION
 
 GROUP = "topkv"
 BLOCK = "TOPKV_BLOCK"
@@ -184,7 +184,7 @@ def _other_api(offer: PluginRecord, api: tuple[int, int]) -> str | None:
         mend = f"a newer {plugin}, or {core}{MIGRATION}"
     return (
         f"{offer.package} {offer.version} (entry point {offer.name!r}) implements hook API "
-        f"{stated}; this topkv {topkv.__version__} speaks {spoken}. Install {mend}"
+        f"{stated}; this topkv {VERSION} speaks {spoken}. Install {mend}"
     )
 
 
@@ -198,7 +198,7 @@ def find(packages: Iterable[tuple[str, str, object]]) -> list[PluginRecord]:
     Args:
         packages: the arguments of ``records_of`` for each package.
     """
-    own = records_of("topkv", topkv.__version__, builtin)
+    own = records_of("topkv", VERSION, builtin)
     found = [
         record
         for package, version, source in packages

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from topkv.errors import PluginError
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.eviction import EvictionSetup
 from topkv.plugins.contract import has_hook
+from topkv.plugins.discovery import hookimpl
 
 
 class LeastRecentlyUsed:

@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.transfer import TransferSetup
 from topkv.kv.store import UNSELECTED
+from topkv.plugins.discovery import hookimpl
 
 Units = TypeVar("Units", int, Tensor)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv.hooks.discovery import hookimpl
 from topkv.plugins.contract import has_hook
+from topkv.plugins.discovery import hookimpl
 from topkv.transfer.geometry import ZeroCopyTransfer
 from topkv.types import LayerView, Plan
 

@@ -12,12 +12,12 @@ import triton
 from attrs import frozen
 from torch import Tensor
 
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.transfer import TransferSetup
 from topkv.kv.layout import GroupLayout
 from topkv.kv.store import GroupStore
 from topkv.ops import pdl
 from topkv.plugins.contract import has_hook
+from topkv.plugins.discovery import hookimpl
 from topkv.transfer import kernels, token_kernels
 from topkv.transfer.geometry import ZeroCopyTransfer
 from topkv.types import LayerView, Plan, StepTensors

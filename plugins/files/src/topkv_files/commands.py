@@ -31,7 +31,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="JSON alone on stdou
 def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     if value is None:
         return None
-    from topkv.config.checks import byte_size
+    from topkv.checks import byte_size
 
     try:
         return byte_size(int(value) if value.isdecimal() else value)

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import optional
 
 from topkv import hookimpl
-from topkv.config.checks import byte_size
+from topkv.checks import byte_size
 from topkv.entries import Capabilities, PluginEntry
 from topkv.parameters import passes
 from topkv_prefixes.entry import StorageEntry

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.host_format import EntryKernels
-from topkv.transfer.entry_kernels import read_plain, write_plain
+from topkv.kv.entry_kernels import read_plain, write_plain
 from topkv_fp8_host_format.format import Fp8
 from topkv_fp8_host_format.row_kernels import decode_rows, encode_rows, round_rows
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from topkv.config.checks import byte_size
+from topkv.checks import byte_size
 from topkv_mooncake.addresses import host_towards, written
 from topkv_mooncake.entry import MooncakeParams
 from topkv_mooncake.library import Library

@@ -10,7 +10,7 @@ import numpy as np
 from attrs import field, frozen
 
 from topkv import hookimpl
-from topkv.config.checks import byte_size
+from topkv.checks import byte_size
 from topkv.errors import CapabilityError, ConfigError
 from topkv_mooncake.admin import keys_of, sizes_of
 from topkv_mooncake.client import (

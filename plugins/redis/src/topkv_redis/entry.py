@@ -8,7 +8,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, le, matches_re, min_len, optional
 
 from topkv import hookimpl
-from topkv.config.checks import need
+from topkv.checks import need
 from topkv.entries import Capabilities, PluginEntry
 from topkv.parameters import passes
 

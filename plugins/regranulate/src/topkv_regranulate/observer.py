@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
+from topkv.assembly.stages import Staged
+from topkv.decode.layers import LayerPath
+from topkv.decode.loads import Loads
 from topkv.hooks.observer import ForwardReport, ObserverSetup
-from topkv.layers import LayerPath
-from topkv.loads import Loads
-from topkv.staged import Staged
 from topkv.types import Plan, Selection
 from topkv_regranulate.stage import Regranulate
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
+from topkv.decode.layers import LayerPath
+from topkv.decode.loads import Loads
 from topkv.hooks.observer import ForwardReport, ObserverSetup
-from topkv.layers import LayerPath
-from topkv.loads import Loads
 from topkv.types import Plan, Selection
 from topkv_stalls.clocks import Clock, DeviceClock, HostClock
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from topkv import SparseConfig
-from topkv.assembly import make_plugins
+from topkv.assembly.assembly import make_plugins
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry

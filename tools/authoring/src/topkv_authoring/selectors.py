@@ -13,9 +13,9 @@ from torch import Tensor
 
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
-from topkv.hooks.discovery import hookimpl
 from topkv.messages import whose
 from topkv.ops.topk import topk
+from topkv.plugins.discovery import hookimpl
 from topkv.types import GroupShape, LayerView, ModelShape, Selection
 from topkv_authoring import sticky
 

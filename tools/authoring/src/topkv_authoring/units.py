@@ -23,9 +23,9 @@ from torch import Tensor
 
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSetup
 from topkv.messages import whose
+from topkv.plugins.discovery import hookimpl
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_authoring.lane_scores import HeadScores
 from topkv_authoring.selectors import KeepsUnits, RankedUnits, ScoredUnits, touched

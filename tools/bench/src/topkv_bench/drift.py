@@ -28,8 +28,8 @@ from torch import Tensor
 
 from topkv import SparseCoordinator
 from topkv.config import LoweredGroup
-from topkv.layers import LayerPath
-from topkv.selectors import Own
+from topkv.decode.layers import LayerPath
+from topkv.decode.selectors import Own
 from topkv_bench import recorded
 
 SCALE = 2**16

@@ -11,8 +11,8 @@ import attrs
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from topkv.checks import byte_size
 from topkv.config import SparseConfig
-from topkv.config.checks import byte_size
 from topkv.errors import (
     ConfigError,
     DeviceMemoryError,

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from topkv.config.checks import byte_size
+from topkv.checks import byte_size
 from topkv.plugins import registry
 from topkv.plugins.kinds import kinds
 from topkv_authoring.tested import never_tested

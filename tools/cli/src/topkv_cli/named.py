@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from topkv.config.checks import clean
+from topkv.checks import clean
 from topkv.config.settings import CHECKS, SparseConfig
 from topkv.config.sources import Resolver, with_origin
 from topkv.config.stages import Named

@@ -15,7 +15,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 from torch import Tensor
 
-from topkv.requests import Requests
+from topkv.requests.requests import Requests
 
 Score = Callable[[int, int, int], Tensor]
 """Scores of the full pages of a request in one layer, fp32 ``[lane_heads, pages]``, for its slot,

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from topkv.assembly.stages import Staged
 from topkv.config import LoweredConfig
 from topkv.coordinator import SparseCoordinator
+from topkv.decode.selectors import Own
 from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
 from topkv.plugins.contract import has_hook
-from topkv.selectors import Own
-from topkv.staged import Staged
+from topkv.plugins.discovery import hookimpl
 from topkv.types import LayerView
 from topkv_dropping.dropping import Dropping, Keeping
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 
-from topkv.assembly import Tensors, make_plugins
+from topkv.assembly.assembly import Tensors, make_plugins
 from topkv.config import LoweredConfig, LoweredGroup
-from topkv.kv.representations import RepresentationPools
-from topkv.memory import SparseKVCacheManager
+from topkv.memory.manager import SparseKVCacheManager
+from topkv.memory.representations import RepresentationPools
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.types import GroupShape

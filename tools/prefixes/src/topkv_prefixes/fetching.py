@@ -10,8 +10,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from topkv.memory import SparseKVCacheManager
-from topkv.streams import mark_of
+from topkv.decode.streams import mark_of
+from topkv.memory.manager import SparseKVCacheManager
 from topkv_prefixes.calls import Calls, Workers
 from topkv_prefixes.objects import problem_of
 from topkv_prefixes.pages import PrefixKVPool

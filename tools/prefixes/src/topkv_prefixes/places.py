@@ -19,7 +19,7 @@ from torch import Tensor
 
 import topkv
 from topkv.config import LoweredConfig
-from topkv.memory import SparseKVCacheManager
+from topkv.memory.manager import SparseKVCacheManager
 from topkv.parameters import values
 from topkv_prefixes.objects import HEADER
 

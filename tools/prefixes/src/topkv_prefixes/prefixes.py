@@ -23,12 +23,12 @@ from contextvars import ContextVar
 
 import numpy as np
 
-from topkv.config.checks import is_text
+from topkv.checks import is_text
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import RequestError
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.keeper import KeeperSetup
 from topkv.messages import shown
+from topkv.plugins.discovery import hookimpl
 from topkv_prefixes.counts import PrefixCounts, TenantCounts
 from topkv_prefixes.pages import PrefixKVPool, page_keys, tenant_in
 from topkv_prefixes.settings import ANYBODY, PrefixSettings

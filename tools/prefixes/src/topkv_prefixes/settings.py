@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 
-from topkv.config import checks
-from topkv.config.checks import need, one_of
+from topkv import checks
+from topkv.checks import need, one_of
 from topkv.config.stages import Named
 from topkv.entries import PluginEntry
 from topkv.messages import shown

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 from attrs import frozen
 
-from topkv.hooks.discovery import hookspec
+from topkv.plugins.discovery import hookspec
 
 OWNER_BYTES = 8
 """First bytes of a key, which say whose the object is: pages of one owner, which is a tenant,

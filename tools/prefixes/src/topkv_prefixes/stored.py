@@ -24,7 +24,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from topkv.config.checks import is_text
+from topkv.checks import is_text
 from topkv.errors import ConfigError, StorageError
 from topkv.messages import shown
 from topkv.plugins import PluginRegistry

@@ -34,7 +34,7 @@ class Suspended:
         layout: all that another coordinator must have in common with the first one, see
             ``topkv_prefixes.places.layout_of``.
         length: tokens.
-        prompt, fresh, settled, dropped, firm: see ``topkv.requests.Requests``.
+        prompt, fresh, settled, dropped, firm: see ``topkv.requests.requests.Requests``.
     """
 
     layout: dict[str, Any]

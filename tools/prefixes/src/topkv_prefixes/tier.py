@@ -19,9 +19,9 @@ from functools import partial
 
 import numpy as np
 
-from topkv.config.checks import byte_size
+from topkv.checks import byte_size
 from topkv.errors import ConfigError
-from topkv.memory import SparseKVCacheManager
+from topkv.memory.manager import SparseKVCacheManager
 from topkv.plugins import PluginRegistry
 from topkv_prefixes.calls import Calls, StorageCounts, Workers
 from topkv_prefixes.fetching import AT_ONCE, Fetch, Shared

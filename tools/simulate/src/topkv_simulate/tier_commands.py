@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from topkv.config.checks import MOST_BYTES
+from topkv.checks import MOST_BYTES
 from topkv.errors import ConfigError
 from topkv_simulate.commands import plot_can_be_drawn
 from topkv_simulate.options import Number

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from topkv.errors import HostMemoryError
-from topkv.pages import PageTable
+from topkv.requests.pages import PageTable
 from topkv_prefixes.fetching import AT_ONCE, BATCH_BYTES, MOST_PAGES
 from topkv_prefixes.pages import PrefixPages
 from topkv_prefixes.settings import WRITES

@@ -19,14 +19,14 @@ import pytest
 from attrs import field, frozen
 from hypothesis import Phase, settings
 
-from topkv.config.checks import Refused
+from topkv.assembly.stages import Stages
+from topkv.checks import Refused
 from topkv.entries import PluginEntry
 from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.hooks.stage import StageSetup
 from topkv.parameters import make
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
-from topkv.staged import Stages
 from topkv_testing.models.doubles import Entries
 from topkv_testing.models.stage_doubles import Offered
 from topkv_testing.tiers import Tier

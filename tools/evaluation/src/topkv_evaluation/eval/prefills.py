@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from topkv.layers import Chunk, LayerPath
+from topkv.decode.layers import Chunk, LayerPath
 from topkv.types import Index
 from topkv_cli.memory import host_memory
 from topkv_evaluation.eval.batches import read_context

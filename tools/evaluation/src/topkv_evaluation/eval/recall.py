@@ -15,14 +15,14 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from topkv.assembly.stages import Staged
 from topkv.coordinator import SparseCoordinator
-from topkv.history import StoredHistory
+from topkv.decode.lanes import LaneBuffers
+from topkv.decode.layers import LayerPath
+from topkv.decode.selectors import Own
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv.lanes import LaneBuffers
-from topkv.layers import LayerPath
 from topkv.plugins.contract import has_hook
-from topkv.selectors import Own
-from topkv.staged import Staged
+from topkv.prompts.history import StoredHistory
 from topkv.types import GroupShape, LayerView, Selection, Tables
 
 

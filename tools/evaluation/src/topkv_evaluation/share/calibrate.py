@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from topkv import attach
 from topkv.config import SparseConfig
 from topkv.config.layers import show_ranges
+from topkv.decode.layers import LayerPath
 from topkv.errors import CapabilityError, ConfigError
-from topkv.layers import LayerPath
 from topkv.plugins import registry
 from topkv_cli.named import require_plugins
 from topkv_evaluation import CHECKPOINT

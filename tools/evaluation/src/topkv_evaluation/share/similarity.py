@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
-from topkv.layers import LayerPath
+from topkv.decode.layers import LayerPath
 from topkv_evaluation.eval import recall
 
 TINY = 1e-30

@@ -10,9 +10,9 @@ import torch
 from attrs import define
 
 from topkv.coordinator import SparseCoordinator
-from topkv.history import StoredHistory
-from topkv.layers import LayerPath
-from topkv.loads import Loads
+from topkv.decode.layers import LayerPath
+from topkv.decode.loads import Loads
+from topkv.prompts.history import StoredHistory
 
 CLOCK_HZ = 2_000_000_000
 """Upper bound of the clock of the multiprocessors of any GPU that this runs on."""

@@ -17,9 +17,9 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
-from topkv.hooks.discovery import hookimpl
 from topkv.kv.layout import LAYOUTS
 from topkv.plugins import PluginRegistry
+from topkv.plugins.discovery import hookimpl
 from topkv.types import LayerView
 from topkv_authoring.selectors import host_ids
 from topkv_testing.kit import examples

@@ -9,9 +9,9 @@ from torch import Tensor
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.hooks.backend import BackendSetup
-from topkv.hooks.discovery import hookimpl
 from topkv.kv.token_format import decode_fp8
 from topkv.parameters import values
+from topkv.plugins.discovery import hookimpl
 from topkv.types import LayerView, Plan, Selection, Tables
 from topkv_fp8_host_format.entry import topkv_register_host_formats
 from topkv_prefixes.entry import topkv_register_keepers

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.observer import ForwardReport, ObserverSetup
+from topkv.plugins.discovery import hookimpl
 from topkv.types import LayerView, Selection
 
 HEAD_STEP, LAYER_STEP = 5, 3

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
-from topkv.hooks.discovery import hookimpl
+from topkv.plugins.discovery import hookimpl
 from topkv.types import LayerView, Selection
 
 

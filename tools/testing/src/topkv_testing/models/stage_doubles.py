@@ -11,9 +11,9 @@ from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
-from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSetup, StageSpec
 from topkv.parameters import values
+from topkv.plugins.discovery import hookimpl
 from topkv.types import GroupShape, LayerView, Selection
 from topkv_authoring.selectors import host_ids
 from topkv_dropping.dropping import Keeping

@@ -9,7 +9,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from topkv.entries import Capabilities
-from topkv.hooks.discovery import hookimpl
+from topkv.plugins.discovery import hookimpl
 from topkv_prefixes.entry import StorageEntry
 from topkv_prefixes.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
 

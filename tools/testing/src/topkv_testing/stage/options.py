@@ -23,11 +23,11 @@ import torch
 from attrs import evolve
 from hypothesis import given
 
-from topkv.assembly import Plugins, make_plugins
+from topkv.assembly.assembly import Plugins, make_plugins
+from topkv.assembly.stages import Staged
 from topkv.config import LoweredConfig, SparseConfig, lower
 from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry
-from topkv.staged import Staged
 from topkv.types import ModelShape
 from topkv_testing.algorithm.options import options_of
 from topkv_testing.kit import KitTests, Subject, examples

@@ -8,8 +8,14 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 
+from topkv.assembly.pairing import pair_reasons
+from topkv.assembly.stages import make_stages
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.config.stages import Named
+from topkv.decode.lanes import LaneBuffers
+from topkv.decode.layers import LayerPath
+from topkv.decode.loads import bind_loads
+from topkv.decode.selectors import Own, Selector
 from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError
 from topkv.hooks.algorithm import Algorithm, AlgorithmSetup, AlgorithmSpec
 from topkv.hooks.backend import Backend, BackendSetup
@@ -20,16 +26,10 @@ from topkv.hooks.transfer import Transfer, TransferSetup
 from topkv.kv.host_pool import HostKVPool
 from topkv.kv.step import StepUploader
 from topkv.kv.token_format import TokenFormat
-from topkv.lanes import LaneBuffers
-from topkv.layers import LayerPath
-from topkv.loads import bind_loads
-from topkv.memory import SparseKVCacheManager
-from topkv.pairing import pair_reasons
+from topkv.memory.manager import SparseKVCacheManager
 from topkv.plugins import PluginRegistry
 from topkv.plugins.contract import has_hook
 from topkv.report import MemoryReport, count_memory
-from topkv.selectors import Own, Selector
-from topkv.staged import make_stages
 from topkv.transfer.eviction import require_kernel
 from topkv.types import LayerView
 

@@ -1,7 +1,7 @@
 """Memory of both tiers: the host pool, and per group device buffers, maps and representations.
 
-All of it is allocated once, for ``max_requests`` and ``max_tokens``. ``topkv.requests`` knows
-which request holds which page.
+All of it is allocated once, for ``max_requests`` and ``max_tokens``. ``topkv.requests.requests``
+knows which request holds which page.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from topkv.config import LoweredConfig
 from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.kv.engine_pages import EngineKVPool
 from topkv.kv.host_pool import HostKVPool
-from topkv.kv.representations import RepresentationPools
 from topkv.kv.store import GroupStore
+from topkv.memory.representations import RepresentationPools
 from topkv.types import GroupShape, LayerView, StepTensors
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from topkv.config import LoweredConfig
+from topkv.decode.lanes import LaneBuffers
 from topkv.errors import RequestError
 from topkv.hooks.algorithm import Algorithm, History
-from topkv.lanes import LaneBuffers
 from topkv.ops.chunk_attention import Chosen
 from topkv.plugins.contract import has_hook
 from topkv.types import Index, LayerView, Selection

@@ -10,7 +10,7 @@ import numpy as np
 from topkv.config import LoweredConfig
 from topkv.errors import HostMemoryError, RequestError
 from topkv.kv.step import StepUploader
-from topkv.memory import SparseKVCacheManager
+from topkv.memory.manager import SparseKVCacheManager
 
 
 class PageTable:

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from topkv.config import LoweredConfig
+from topkv.decode.layers import Forward
+from topkv.decode.selectors import Selector
 from topkv.errors import DeviceMemoryError, RequestError
 from topkv.hooks.transfer import Transfer
 from topkv.kv.step import StepUploader
-from topkv.layers import Forward
-from topkv.memory import SparseKVCacheManager
-from topkv.pages import PageTable
-from topkv.selectors import Selector
+from topkv.memory.manager import SparseKVCacheManager
+from topkv.requests.pages import PageTable
 
 
 class Requests:

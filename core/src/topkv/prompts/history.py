@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from topkv.layers import LayerPath
+from topkv.decode.layers import LayerPath
 
 Block = tuple[int, Tensor, Tensor]
 """Position of the first token, keys and values ``[n, Hkv, D]``."""

@@ -9,13 +9,13 @@ import numpy as np
 from attrs import define, field, frozen
 from torch import Tensor
 
+from topkv.decode.lanes import LaneBuffers
+from topkv.decode.loads import Loads
+from topkv.decode.selectors import Selector
 from topkv.hooks.backend import Backend
 from topkv.hooks.host_format import HostFormat
 from topkv.hooks.transfer import Transfer
 from topkv.kv.token_format import TokenFormat
-from topkv.lanes import LaneBuffers
-from topkv.loads import Loads
-from topkv.selectors import Selector
 from topkv.types import LayerView
 
 

@@ -10,9 +10,9 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.config import LoweredConfig
-from topkv.history import Block
-from topkv.layers import Chunk, LayerPath
-from topkv.streams import URGENT, SideStream
+from topkv.decode.layers import Chunk, LayerPath
+from topkv.decode.streams import URGENT, SideStream
+from topkv.prompts.history import Block
 
 PLACES = 2
 """Blocks that are attended or on their way at once, each in a place of its own."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from topkv.config import LoweredConfig
-from topkv.history import open_unit
-from topkv.layers import Chunk, LayerPath
-from topkv.requests import Requests
-from topkv.streams import SideStream
+from topkv.decode.layers import Chunk, LayerPath
+from topkv.decode.streams import SideStream
+from topkv.prompts.history import open_unit
+from topkv.requests.requests import Requests
 from topkv.types import Index
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from topkv.config import LoweredConfig
+from topkv.decode.plans import Plans
+from topkv.decode.streams import SideStream
 from topkv.kv.step import StepUploader
 from topkv.ops.chunk_attention import Chosen
-from topkv.plans import Plans
-from topkv.streams import SideStream
 from topkv.types import Selection, Tables
 
 
@@ -21,7 +21,7 @@ class LaneBuffers:
         selection: of the layer that selected last.
         limit: int32 ``[B]`` selectable units.
         plans: of the layers whose loads are on their way at once.
-        side: the stream that loads ahead, see ``topkv.loads``.
+        side: the stream that loads ahead, see ``topkv.decode.loads``.
         tables: page table and lengths, see ``topkv.types.Tables``.
         lse: fp32 ``[B, 1, H]``.
         packed: of each plane ``[B, Hkv, dim]`` new tokens, where the token format packs or rounds

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from topkv.config import LoweredConfig
+from topkv.decode.lanes import LaneBuffers
+from topkv.decode.streams import SideStream
 from topkv.hooks.transfer import Transfer
-from topkv.lanes import LaneBuffers
-from topkv.streams import SideStream
 from topkv.types import LayerView, Plan, Selection
 
 
 class Bound(Protocol):
-    """Attributes of ``topkv.layers.LayerPath`` that this module reads."""
+    """Attributes of ``topkv.decode.layers.LayerPath`` that this module reads."""
 
     view: LayerView
     transfer: Transfer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from topkv.requests import Requests
+from topkv.requests.requests import Requests
 
 
 @frozen

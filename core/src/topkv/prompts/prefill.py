@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from topkv.ahead import HistoryAhead
-from topkv.chunks import ChunkStore
 from topkv.config import LoweredConfig
-from topkv.history import StoredHistory
-from topkv.layers import Chunk, LayerPath
+from topkv.decode.layers import Chunk, LayerPath
 from topkv.ops.chunk_attention import add_sinks, chunk_attention
-from topkv.requests import Requests
+from topkv.prompts.ahead import HistoryAhead
+from topkv.prompts.chunks import ChunkStore
+from topkv.prompts.history import StoredHistory
+from topkv.requests.requests import Requests
 from topkv.types import Index
 
 

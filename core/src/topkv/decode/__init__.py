@@ -1,0 +1,1 @@
+"""A decode step of a layer: select, plan, load. Read ``layers`` first, then ``selectors``."""

@@ -1,0 +1,1 @@
+"""Memory of both tiers, and the representation pools of algorithms. Read ``manager`` first."""

@@ -1,0 +1,1 @@
+"""Requests: the slot, the pages and the length of each. Read ``requests`` first."""

@@ -1,0 +1,3 @@
+"""The version of the core."""
+
+VERSION = "0.2.0"
