@@ -16,6 +16,12 @@ SPINE = ("coordinator.py", "prompts", "requests", "assembly", "decode")
 SPINE_MOST = 2560
 """Most lines of the spine: an hour of reading."""
 
+QUEST_MOST = 220
+"""Most lines of Quest, the smallest method with kernels: entry, reference and device functions."""
+
+MEDIAN_MOST = 530
+"""Most lines of the selector in the middle. It comes down towards 300, and never goes up."""
+
 FOLDERS = ("core", "plugins", "tools", "tests", "benchmarks", "examples", "docs/scripts")
 """Folders of sources; there is no git to ask in an unpacked archive."""
 
