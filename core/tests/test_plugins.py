@@ -193,7 +193,7 @@ def test_the_page_that_messages_name_is_in_the_documentation():
 
 
 def test_an_older_minor_loads(monkeypatch):
-    monkeypatch.setattr("topkv.plugins.records.HOOK_API", (2, 3))
+    monkeypatch.setattr("topkv.plugins.records.HOOK_API", (3, 3))
     found = PluginRegistry([("old", "1", offer(entry(hook_api=(3, 0))))])
     assert found.get("observer", "watcher").problem is None
 
