@@ -153,7 +153,7 @@ def test_a_wrong_hook_api_is_refused_before_the_factory_is_imported(api, fix):
         f"{topkv.__version__} speaks {HOOK_API[0]}.{HOOK_API[1]}"
     ) in text
     assert fix in text
-    assert (f"the page '{PAGE}' of the documentation says what to change" in text) == (api < (2,))
+    assert (f"the page '{PAGE}' of the documentation says what to change" in text) == (api < (3,))
     assert "exist" not in text
 
 
