@@ -86,7 +86,7 @@ class Chain(Run):
         """Run a decode step: its output, and what each link was given and left, by lane."""
         (out,) = self.forward(1, decode=True)
         lanes = len(self.selected)
-        given = [link.candidates[:lanes].tolist() for link in self.refining]
+        given = [link.candidates.ids[:lanes].tolist() for link in self.refining]
         return out, [*given, self.selected]
 
     @property
@@ -187,7 +187,9 @@ def check_chain(cell, on, stages):
         )
         return False
     first, last = [*chain.refining, None][0], [None, *chain.refining][-1]
-    alone = Chain(cell, on, wider=first.candidates.shape[1] - last.group.select if first else 0)
+    alone = Chain(
+        cell, on, wider=first.candidates.ids.shape[1] - last.group.select if first else 0
+    )
     adding = [each["params"]["variance"] for each in stages if each["name"] == "residual"]
     band = BAND[chain.model.dtype]
     for _ in range(STEPS):
@@ -234,12 +236,13 @@ def test_any_chain_decodes_as_its_model(algorithm, where):
     assert allowed.keys() == (set() if algorithm in ALONE else STAGES.keys())
 
 
-def narrow(self, layer, q, weights, ids):
+def narrow(self, layer, q, weights, out):
     """The selector offers no more than what is left at the end."""
-    RETRIEVE(self, layer, q, weights, ids)
+    found = RETRIEVE(self, layer, q, weights, out)
     for link in self.links:
         if link.candidates is not None:
-            link.candidates[: len(ids), link.group.select :] = -1
+            link.candidates.ids[: len(out.ids), link.group.select :] = -1
+    return found
 
 
 def first_kept(worth, whole, few):

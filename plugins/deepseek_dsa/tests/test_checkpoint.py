@@ -42,7 +42,7 @@ def params_of(checkpoint, **own):
     cpu = torch.device("cpu")
     lowered = lower(config, V32, device=cpu, registry=registry, checkpoint=checkpoint)
     given = lowered.groups[0].params
-    return {name: given[name] for name in ("keys", "hadamard", "scale_format")}
+    return {name: getattr(given, name) for name in ("keys", "hadamard", "scale_format")}
 
 
 def test_what_a_checkpoint_says_stands_below_what_a_user_sets():

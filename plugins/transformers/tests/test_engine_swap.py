@@ -32,14 +32,15 @@ class Recorder:
     def _wrap(self, algorithm):
         original = algorithm.retrieve_topk
 
-        def recording(view, q, weights, ids):
-            original(view, q, weights, ids)
+        def recording(view, q, weights, out):
+            found = original(view, q, weights, out)
             if not view.step.appended.any():
-                return  # the warm start: no row of the model asks here
-            step = (ids.cpu().clone(), view.step.lengths.tolist())
+                return found  # the warm start: no row of the model asks here
+            step = (found.ids.cpu().clone(), view.step.lengths.tolist())
             self.selections.setdefault(view.layer, []).append(step)
             if view.layer == max(path.view.layer for path in self.coordinator.layers):
                 self.slots = view.step.slots.tolist()
+            return found
 
         algorithm.retrieve_topk = recording
 

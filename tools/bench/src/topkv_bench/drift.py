@@ -30,6 +30,7 @@ from topkv import SparseCoordinator
 from topkv.config import LoweredGroup
 from topkv.decode.layers import LayerPath
 from topkv.decode.selectors import Own
+from topkv.types import Selection
 from topkv_bench import recorded
 
 SCALE = 2**16
@@ -115,19 +116,18 @@ class DriftingSelector:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.selector, name)
 
-    def select(self, *arguments: Any) -> None:
+    def select(self, *arguments: Any) -> Selection:
         """Let the algorithm select, and write over its ids. Hot."""
-        self.selector.select(*arguments)
-        self._over()
+        return self._over(self.selector.select(*arguments))
 
-    def warm(self) -> None:
+    def warm(self) -> Selection:
         """Select by the last query of each prompt, so that decoding begins with hits."""
-        self.selector.warm()
-        self._over()
+        return self._over(self.selector.warm())
 
-    def _over(self) -> None:
+    def _over(self, selection: Selection) -> Selection:
         lanes = self.lanes
-        self._write(lanes.selection.ids, lanes.step.slots, lanes.step.lengths, lanes.limit)
+        self._write(selection.ids, lanes.step.slots, lanes.step.lengths, lanes.limit)
+        return selection
 
 
 @frozen
