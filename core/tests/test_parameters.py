@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,64 @@ def test_each_class_that_cannot_be_used_is_named(cls, expected):
 def test_classes_that_can_be_used_are():
     for cls in (Params, Base, NoParameters):
         assert class_reasons(cls) == []
+
+
+@frozen
+class Inner:
+    """Parameters inside of others."""
+
+    name: str = ""
+    secret: str = field(default="", repr=False, validator=min_len(0))
+    quotas: Mapping[str, int] | None = None
+
+
+@frozen
+class Outer:
+    """Parameters with others inside."""
+
+    inner: Inner | None = field(default=None, repr=repr)
+    count: int = 1
+
+
+def test_a_mapping_of_parameters_becomes_an_instance():
+    given = {"inner": {"name": "x", "quotas": {"a": 1}}}
+    made = make(Outer, given, "mine")
+    assert made == Outer(Inner("x", quotas={"a": 1}))
+    assert make(Outer, {"inner": made.inner}, "mine") == made
+    assert make(Outer, {"inner": None}, "mine") == Outer()
+    assert class_reasons(Outer) == []
+
+
+def test_all_that_is_wrong_in_a_mapping_is_reported_with_the_rest():
+    inner = {"nam": 1, "secret": 5, "name": "y", "quotas": {3: 1}}
+    with pytest.raises(Refused) as error:
+        make(Outer, {"inner": inner, "count": "x"}, "mine")
+    assert list(error.value.reasons) == [
+        "unknown parameter 'nam' of inner of mine; did you mean 'name'?",
+        "parameter secret of inner of mine must be a text that it takes, got int",
+        "parameter quotas of inner of mine must be a mapping with names for keys or None, "
+        "got {3: 1}",
+        "parameter count of mine must be an int, got 'x'",
+    ]
+    assert error.value.good == Outer(Inner("y"))
+
+
+def test_what_may_hold_a_secret_is_not_shown():
+    with pytest.raises(Refused) as error:
+        make(Outer, {"inner": [{"secret": "swordfish"}]}, "mine")
+    (why,) = error.value.reasons
+    assert why.endswith("a mapping of name, secret, quotas or None that it takes, got list")
+
+
+@frozen
+class Wrong:
+    """Parameters with wrong ones inside."""
+
+    inner: Lacking | None = None
+    numbers: Mapping[int, int] | None = None
+
+
+def test_classes_inside_are_judged_too():
+    inner, numbers = class_reasons(Wrong)
+    assert "and inner is" in inner
+    assert "and numbers is" in numbers
