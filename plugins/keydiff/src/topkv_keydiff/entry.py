@@ -15,7 +15,7 @@ class KeyDiffParams:
 
     Attributes:
         tokens: tokens that stay when pages are given back.
-        every: pages are given back when a request that decodes has so many more.
+        every: pages are given back when a request that decodes has this many more.
         first: tokens at the beginning that always stay.
         recent: newest tokens that always stay.
     """

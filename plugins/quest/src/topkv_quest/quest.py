@@ -17,7 +17,6 @@ from topkv_authoring.bounds import bf16_up, key_bounds, minmax, raised
 from topkv_authoring.language import bf16_bits, jit, store, tl
 from topkv_authoring.selectors import ScoredUnits
 from topkv_authoring.units import UnitKernels
-from topkv_quest.entry import QuestParams
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -37,8 +36,6 @@ class Quest(ScoredUnits):
     models. ``"int8"`` keeps integers times one bfloat16 scale per unit and head, the smallest s
     with ``127 s >= max |k|``. Updated token by token or built at once, the bits are the same.
     """
-
-    params: QuestParams
 
     def refusals(self) -> list[str]:
         reasons = []

@@ -13,7 +13,7 @@ class ResidualParams:
     """Parameters.
 
     Attributes:
-        variance: the estimate goes by the standard deviation of keys, too.
+        variance: the estimate uses the standard deviation of keys, too.
     """
 
     variance: bool = False

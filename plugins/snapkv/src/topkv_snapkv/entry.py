@@ -28,7 +28,7 @@ class SnapParams:
         generated: places for tokens behind the prompt.
         outgrow: ``"refuse"`` further ones, or let them ``"slide"``: the newest are attended.
         ada: heads share their budgets.
-        ada_max: then the widest head has at most so many times the mean.
+        ada_max: then the widest head has at most this many times the mean.
     """
 
     window: int = field(default=64, validator=ge(1))

@@ -181,7 +181,7 @@ class Gather:
 
 @frozen
 class ScriptedParams:
-    """Parameters, those of ``AlgorithmSpec`` that go by the same names."""
+    """Parameters, those of ``AlgorithmSpec`` of the same names."""
 
     settle_period: int | None = None
     settle_whole: bool = False
