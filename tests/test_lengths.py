@@ -16,7 +16,7 @@ SPINE = ("coordinator.py", "prompts", "requests", "assembly", "decode")
 SPINE_MOST = 2560
 """Most lines of the spine: an hour of reading."""
 
-QUEST_MOST = 224
+QUEST_MOST = 220
 """Most lines of Quest, the smallest method with kernels: entry, reference and device functions."""
 
 MEDIAN_MOST = 530

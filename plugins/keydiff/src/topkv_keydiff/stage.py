@@ -6,7 +6,6 @@ the README.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from topkv.errors import ConfigError
@@ -14,12 +13,10 @@ from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup
 from topkv.parameters import values
 from topkv.types import LayerView
-from topkv_authoring.selectors import KeepsUnits
+from topkv_authoring.selectors import KeepsUnits, key_refusals
 from topkv_dropping.dropping import Keeping
 from topkv_dropping.stage import ScoresPages
 from topkv_keydiff import reference
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class KeyDiff(KeepsUnits, ScoresPages):
@@ -39,14 +36,7 @@ class KeyDiff(KeepsUnits, ScoresPages):
     def __init__(self, setup: StageSetup) -> None:
         """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
-        reasons = []
-        if self.model.dtype not in DTYPES:
-            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
-        if self.group.dtype is not self.model.dtype:
-            reasons.append(
-                f"directions are those of rows of {self.model.dtype}, and they are stored as "
-                f"{self.group.dtype}; set kv_format to 'model'"
-            )
+        reasons = key_refusals(self.model, self.group, "directions are")
         if reasons:
             raise ConfigError(type(self).__name__, reasons)
         self.keeping = Keeping(**values(setup.params))

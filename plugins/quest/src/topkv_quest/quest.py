@@ -15,10 +15,8 @@ from torch import Tensor
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv_authoring.bounds import bf16_up, key_bounds, minmax, raised
 from topkv_authoring.language import bf16_bits, jit, store, tl
-from topkv_authoring.selectors import ScoredUnits
+from topkv_authoring.selectors import ScoredUnits, key_refusals
 from topkv_authoring.units import UnitKernels
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Quest(ScoredUnits):
@@ -38,15 +36,7 @@ class Quest(ScoredUnits):
     """
 
     def refusals(self) -> list[str]:
-        reasons = []
-        if self.model.dtype not in DTYPES:
-            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
-        if self.group.dtype is not self.model.dtype:
-            reasons.append(
-                f"bounds are made of rows of {self.model.dtype}, and they are stored as "
-                f"{self.group.dtype}; set kv_format to 'model'"
-            )
-        return reasons
+        return key_refusals(self.model, self.group, "bounds are")
 
     @property
     def kept(self) -> torch.dtype:

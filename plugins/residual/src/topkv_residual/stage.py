@@ -14,10 +14,8 @@ from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
 from topkv.types import LayerView, Selection
-from topkv_authoring.selectors import KeepsUnits, host_ids
+from topkv_authoring.selectors import KeepsUnits, host_ids, key_refusals
 from topkv_residual import reference
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Residual(KeepsUnits):
@@ -42,14 +40,7 @@ class Residual(KeepsUnits):
         """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
         self.variance: bool = setup.params.variance
-        reasons = []
-        if self.model.dtype not in DTYPES:
-            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
-        if self.group.dtype is not self.model.dtype:
-            reasons.append(
-                f"means are made of rows of {self.model.dtype}, and they are stored as "
-                f"{self.group.dtype}; set kv_format to 'model'"
-            )
+        reasons = key_refusals(self.model, self.group, "means are")
         if self.model.softcap is not None:
             reasons.append("logits are estimated without a cap, and the model has a softcap")
         if self.model.out_dim != self.model.head_dim:
