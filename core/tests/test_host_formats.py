@@ -59,27 +59,27 @@ def test_without_a_setting_entries_are_as_on_the_device():
 def test_an_engine_gets_no_other_form_than_it_states():
     engine = PluginEntry("old", "transfer", "topkv.transfer.reference:ReferenceTransfer")
     mine = entry(plain)
-    told = refusal(mine, engine, transfer="old")
-    assert "(transfer 'old') takes host_format model, got mine (layers 0-3, sparse)" in told
+    reported = refusal(mine, engine, transfer="old")
+    assert "(transfer 'old') takes host_format model, got mine (layers 0-3, sparse)" in reported
     dense = lowered(mine, engine, transfer="old", layers={"0-": "streamed"})
     assert [group.host for group in dense.groups] == [PLAIN]
     lowered(mine, engine)
 
 
 def test_a_format_is_refused_with_every_reason():
-    told = refusal(entry(Refusing, attention=("mla",)), page_tokens=8)
+    reported = refusal(entry(Refusing, attention=("mla",)), page_tokens=8)
     for reason in (
         "topkv-doubles 1 (host_format 'mine'): unit 16",
         "topkv-doubles 1 (host_format 'mine'): H 4",
         "(host_format 'mine') takes attention mla, got gqa",
         "unit must divide page_tokens",
     ):
-        assert reason in told
+        assert reason in reported
     assert "coded_bytes must be a multiple of 16, got 24" in refusal(entry(Odd))
     assert "unknown host_format 'mine'" in refusal()
 
 
 def test_a_format_has_an_entry_for_the_implementation():
     triton = PluginEntry("mine", "host_format", {"triton": "nowhere:Nothing"})
-    told = refusal(triton)
-    assert "(host_format 'mine') takes impl triton, got reference" in told
+    reported = refusal(triton)
+    assert "(host_format 'mine') takes impl triton, got reference" in reported

@@ -19,7 +19,7 @@ def taking_bools(hint, value, who):
 
 
 def unnested(hint, value, who):
-    """What is wrong in a mapping of parameters is dropped."""
+    """Reasons against a mapping of parameters are dropped."""
     try:
         return typed(hint, value, who)
     except Refused as error:

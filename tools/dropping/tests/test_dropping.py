@@ -103,9 +103,9 @@ def test_what_is_refused():
 
 
 def test_all_reasons_are_named_at_once():
-    told = refused(pages="engine", algorithm="scripted", stages=[STAGE, STAGE])
-    for part in ("an engine's", "goes by the old numbers", "the stages [0, 1] all say"):
-        assert part in told, told
+    reported = refused(pages="engine", algorithm="scripted", stages=[STAGE, STAGE])
+    for part in ("an engine's", "uses the old numbers", "the stages [0, 1] all say"):
+        assert part in reported, reported
 
 
 def test_who_generates_sees_how_long_a_request_gets():

@@ -28,7 +28,7 @@ class Keeping:
 
     Attributes:
         tokens: tokens that stay when pages are given back.
-        every: pages are given back when a request that decodes has so many more.
+        every: pages are given back when a request that decodes has this many more.
         first: tokens at the beginning that always stay, rounded up to pages.
         recent: newest tokens that always stay.
     """
@@ -52,7 +52,7 @@ class Dropping:
     all full pages. Of equal ones the older page goes.
 
     Args:
-        requests: whose pages these are. It is told how long a request can get.
+        requests: whose pages these are. It learns how long a request can get.
         keeping: what stays.
         scores: of each layer that is scored, at least one.
     """

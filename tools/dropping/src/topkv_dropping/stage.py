@@ -125,6 +125,6 @@ def _chain_refusals(chain: object) -> Iterable[str]:
     if numbered:
         yield (
             "pages are given back and the others numbered anew, and what the algorithm or a "
-            f"stage keeps of a request goes by the old numbers ({', '.join(numbered)}); take "
+            f"stage keeps of a request uses the old numbers ({', '.join(numbered)}); take "
             "another algorithm, or leave the stage out"
         )
