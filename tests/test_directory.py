@@ -24,10 +24,9 @@ def rows_of(page):
 
 
 def kind_of(package):
-    """Kind that the page of packages says: of the plugin, or of what is none."""
+    """Kind that the page of packages says: of the plugins, or of what is none."""
     if package in PLUGINS:
-        (kind,) = {entry.kind for entry in entries_of(package)}
-        return kind
+        return ", ".join(dict.fromkeys(entry.kind for entry in entries_of(package)))
     if package.name == "topkv":
         return "core"
     commands = package.project.get("entry-points", {}).get("topkv.commands")
@@ -87,7 +86,7 @@ def test_rows_of_the_directory_have_their_form():
     assert not ours & set(names), "packages of this project are on the page of packages"
 
 
-GOOD = ["`topkv-mine`", "algorithm", "2.6", "`topkv_testing.algorithms` on cpu", "[a](https://b)"]
+GOOD = ["`topkv-mine`", "algorithm", "3.0", "`topkv_testing.algorithms` on cpu", "[a](https://b)"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import library
 from docstrings import CORE, KIT, ROOT, SOURCES, class_of, function, marks, plain, table, tree_of
 
 KINDS = {
-    "discovery": "Registration",
     "algorithm": "Algorithm",
     "backend": "Attention backend",
     "transfer": "Transfer engine",
@@ -78,6 +77,7 @@ def hook_reference() -> str:
         f"{api[1]}.{api[2]}. Types and letters (B, H, Hkv, N, K, C, T) are those of "
         "[Types](types.md); [Order of calls](../calls.md) says when each hook is called.",
     ]
+    parts += _kind(CORE / "plugins" / "discovery.py", "Registration")
     for module, title in KINDS.items():
         parts += _kind(CORE / "hooks" / f"{module}.py", title)
     parts += _kind(SOURCES["topkv_prefixes"] / "storage.py", "Storage")

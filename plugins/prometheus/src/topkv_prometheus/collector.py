@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from topkv.report import Occupancy, TransferReport
+from topkv.hooks.observer import Occupancy, TransferReport
 
 FORWARDS = {
     "forwards": "Forwards that have ended",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from topkv import hookimpl
-from topkv.hooks.observer import ForwardReport, ObserverSetup
-from topkv.report import TransferReport
+from topkv.hooks.observer import ForwardReport, ObserverSetup, TransferReport
 from topkv_prometheus.collector import COLLECTOR, Counts
 
 _NUMBERS = count()
