@@ -305,7 +305,9 @@ class WrapsFarAddresses(TritonTransfer):
             row = int(layer.step.slots[batch]) * group.lane_heads + head
             for place in range(misses):
                 page, within = divmod(int(plan.miss_hosts[lane, place]), group.units_per_page)
-                source = store.layout.offset(page, layer.index, head, within) & most
+                at = store.layout
+                source = at.base + page * at.page_stride + layer.index * at.layer_stride
+                source = (source + head * at.head_stride + within * at.unit_stride) & most
                 slot = int(plan.miss_slots[lane, place])
                 target = ((layer.index * group.max_lanes + row) * group.slots + slot) * size & most
                 buffer[target : target + size] = store.pool[source : source + size].to(

@@ -19,7 +19,6 @@ from topkv.config.layers import DENSE, overrides
 from topkv.config.stages import Named, StageSettings
 from topkv.entries import IMPLS, SCOPES
 from topkv.errors import ConfigError
-from topkv.kv.layout import LAYOUTS
 from topkv.kv.token_format import KV_FORMATS
 
 Unset = TypeVar("Unset")
@@ -141,9 +140,6 @@ class Settings(Generic[Unset, Size]):
     """how sparse layers keep keys and values in host memory: ``"model"`` as the model makes them,
     or the name of a plugin that codes them. The device keeps the model's dtype; each token is
     rounded once, when it comes, so what is attended does not depend on the tier that it was on."""
-
-    host_layout: str | Unset = setting(one_of(LAYOUTS), "page_head")
-    """``"page_head"``, ``"page_first"`` or ``"layer_first"``."""
 
     host_memory: Size = setting(checks.byte_size)
     """limit, in bytes or as ``"64GiB"``; none by default."""
