@@ -195,7 +195,6 @@ def test_negotiation_of_dense_layers():
     reported = reason(registry=registry(), device=CUDA, **streamed)
     assert "cannot read mapped host memory" in reported
     assert low(registry=registry(host_memory=True), device=CUDA, **streamed)
-    assert "log-sum-exp" in reason(registry=registry(lse=False), dense_layers=[])
 
 
 @pytest.mark.parametrize(
