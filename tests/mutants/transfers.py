@@ -157,7 +157,7 @@ class OffloadsOneLayer(reference_with("in self.layers:", "in self.layers[:1]:"))
     """Closed units go to the host in the first layer only."""
 
 
-class KeepsOldCopies(reference_with("if at >= 0]", "if fits and at >= 0]")):
+class KeepsOldCopies(reference_with("if at >= 0:", "if fits and at >= 0:")):
     """A unit that is written again stays as it was in the LRU buffer."""
 
 
