@@ -25,8 +25,7 @@ from typing import Any
 
 CONFIGURATIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"page_tokens": 8, "host_layout": "page_first"},
-    {"host_layout": "layer_first"},
+    {"page_tokens": 8},
     {"host_format": "fp8"},
     {"layers": {"0-2": "resident"}},
 )

@@ -82,7 +82,7 @@ def in_format(group: GroupShape, host_format: str) -> GroupShape:
 
 def on_host(group: GroupShape, pages: int) -> tuple[HostKVPool, GroupStore]:
     """Make a host pool of one group, and its store."""
-    pool = HostKVPool([group], pages, "page_head", DEVICE)
+    pool = HostKVPool([group], pages, DEVICE)
     host = host_of(group, "triton")
     return pool, GroupStore.on_host(group, pool.layouts[0], pool.bytes, pages, DEVICE, host=host)
 

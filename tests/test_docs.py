@@ -174,7 +174,7 @@ YAML = [b for b in BLOCKS if b.language == "yaml"]
 
 @pytest.mark.parametrize("block", YAML, ids=lambda b: f"{b.page}:{b.line}")
 def test_a_configuration_is_one(block):
-    SparseConfig.from_dict(yaml.safe_load(block.text))
+    SparseConfig.load(yaml.safe_load(block.text))
 
 
 def anchors(text):

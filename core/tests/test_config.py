@@ -52,7 +52,7 @@ def test_defaults():
     assert (lowered.backend, lowered.transfer, lowered.eviction) == ("any", "zero_copy", "lru")
     assert (lowered.max_requests, lowered.max_tokens, lowered.page_tokens) == (8, 32768, 64)
     assert lowered.num_pages == 512 + 8 + 1
-    assert (lowered.impl, lowered.host_layout) == ("reference", "page_head")
+    assert lowered.impl == "reference"
     assert (lowered.host_memory, lowered.device_memory) == (None, None)
     assert (lowered.resident_fast_path, lowered.poison) == (True, False)
     assert lowered.prefill_block_tokens == 16384

@@ -31,8 +31,8 @@ def test_from_yaml_json_and_dict(tmp_path):
         "layers:\n  0-1: resident\n  2-: pages\n  '5': {algorithm: pages, budget: 512}\n"
     )
     expected = SparseConfig(**values)
-    assert SparseConfig.from_dict(values) == expected
-    assert SparseConfig.from_file(tmp_path / "a.json") == expected
+    assert SparseConfig.load(values) == expected
+    assert SparseConfig.load(tmp_path / "a.json") == expected
     assert SparseConfig.load(str(tmp_path / "a.yaml")) == expected
     assert SparseConfig.load(expected) is expected
     assert SparseConfig.load(values).as_dict() == values
@@ -209,7 +209,7 @@ def test_a_value_of_any_size_is_shown_in_few_words(name):
         assert len(str(caught.value)) < 4000, key
     wrong = {"layers": {"5": value}, name * 10**5: value, "params": value}
     with pytest.raises(ConfigError) as caught:
-        SparseConfig.from_dict(wrong)
+        SparseConfig.load(wrong)
     assert len(str(caught.value)) < 4000
     with pytest.raises(ConfigError) as caught:
         low(SparseConfig(layers={"x" * 10**6: "sparse", "9" * 10**4: "sparse", "1": value}))

@@ -39,7 +39,6 @@ def test_counts_must_be_positive_ints(name, value):
     [
         ({"impl": "cuda"}, "impl must be one of 'reference', 'triton', got 'cuda'"),
         ({"scope": "head"}, "scope must be one of 'kv_head', 'shared', got 'head'"),
-        ({"host_layout": "head"}, "host_layout must be one of 'page_head', 'page_first'"),
         ({"dense_residency": "sparse"}, "dense_residency must be one of 'resident', 'streamed'"),
         ({"poison": 1}, "poison must be true or false, got 1"),
         ({"resident_fast_path": "yes"}, "resident_fast_path must be true or false"),
@@ -122,7 +121,7 @@ def test_the_smallest_of_everything_is_accepted():
 def test_host_memory_of_exactly_the_pool_is_enough():
     size = origin(low(), "host_pool_bytes")[0]
     shapes = [group.shape for group in low().groups if group.shape.residency != "resident"]
-    assert size == lay_out(shapes, "page_head", low().num_pages)[1]
+    assert size == lay_out(shapes, low().num_pages)[1]
     assert low(host_memory=size).host_memory == size
     reported = reason(host_memory=size - 1)
     assert f"the host pool needs {size} bytes" in reported
@@ -196,7 +195,6 @@ def test_negotiation_of_dense_layers():
     reported = reason(registry=registry(), device=CUDA, **streamed)
     assert "cannot read mapped host memory" in reported
     assert low(registry=registry(host_memory=True), device=CUDA, **streamed)
-    assert "log-sum-exp" in reason(registry=registry(lse=False), dense_layers=[])
 
 
 @pytest.mark.parametrize(

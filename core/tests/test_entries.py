@@ -100,7 +100,7 @@ def test_one_place_stands_for_all_implementations():
         *(("dtypes", value) for value in ("bfloat16", (torch.bfloat16,))),
         *(("head_dims", value) for value in (64, ("64",), (10**5000,))),
         *(("max_group", value) for value in ("8", 0, True)),
-        *((name, 1) for name in ("needs_index", "softcap", "lse", "capture", "host_memory")),
+        *((name, 1) for name in ("needs_index", "softcap", "capture", "host_memory")),
         *(("tail", value) for value in (None, "free", ["forced"])),
         *(("tiers", value) for value in ("", ["cpu"], ("tpu",), ("cpu", 1))),
         *(("traits", value) for value in ({}, ("fast",))),
@@ -112,12 +112,12 @@ def test_each_wrong_capability_is_named(field, value):
 
 
 def test_all_that_is_wrong_is_reported_at_once():
-    wrong = Capabilities(units=3, lse="yes", tail="free", tiers=("tpu",), traits=("fast",))
+    wrong = Capabilities(units=3, capture="yes", tail="free", tiers=("tpu",), traits=("fast",))
     values = {"name": None, "kind": "sampler", "factories": {}, "doctor": 3, "defaults": 3}
     reported = problem(**values, capabilities=wrong)
     for field in ("name", "factories", "doctor", "defaults"):
         assert f"{field} must be" in reported
-    for field in ("units", "lse", "tail", "tiers", "traits"):
+    for field in ("units", "capture", "tail", "tiers", "traits"):
         assert f"capabilities.{field} must be" in reported
     assert "got 'sampler'" in reported
 
@@ -193,7 +193,7 @@ CAPABILITIES = some(
         "head_dims": st.sampled_from([(64,), None]),
         "tiers": st.just(("cpu",)),
         "traits": st.just(()),
-        **{name: st.booleans() for name in ("needs_index", "lse", "capture", "host_memory")},
+        **{name: st.booleans() for name in ("needs_index", "capture", "host_memory")},
     },
 )
 

@@ -96,27 +96,6 @@ def test_a_graph_is_captured_while_a_pool_is_collected():
     assert (x == 1).all()
 
 
-@pytest.mark.parametrize(("machine", "number"), [("x86_64", 279), ("aarch64", 239)])
-def test_each_machine_has_its_own_system_call(monkeypatch, machine, number):
-    asked = []
-
-    class Library:
-        def syscall(self, *args):
-            asked.append(args[0])
-            return -1
-
-    monkeypatch.setattr(host_memory.platform, "machine", lambda: machine)
-    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda *args, **kwargs: Library())
-    assert host_memory.numa_node_of(0) is None
-    assert asked == [number]
-
-
-def test_a_machine_that_nobody_looked_up_is_not_asked(monkeypatch):
-    monkeypatch.setattr(host_memory.platform, "machine", lambda: "riscv64")
-    monkeypatch.setattr(host_memory.ctypes, "CDLL", None)
-    assert host_memory.numa_node_of(0) is None
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_killed_process_leaves_nothing(device, how):

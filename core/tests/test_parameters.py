@@ -12,7 +12,7 @@ from attrs.validators import ge, in_, min_len, optional
 
 from topkv.checks import Refused, byte_size
 from topkv.entries import NoParameters, PluginEntry
-from topkv.parameters import class_reasons, make, meanings, passes, values
+from topkv.parameters import class_reasons, make, passes
 from topkv.plugins.entry_checks import reasons as entry_reasons
 
 
@@ -121,13 +121,6 @@ def test_a_secret_is_not_shown():
         (why,) = reasons_of(secret=secret)
         assert str(secret) not in why
         assert type(secret).__name__ in why
-
-
-def test_meanings_are_those_of_the_docstrings():
-    found = meanings(Params)
-    assert list(found) == list(values(Params()))
-    assert (found["seed"], found["kernel"]) == ("of what is drawn.", "numbers of two lines.")
-    assert (found["kind"], found["share"]) == ("one of two.", "")
 
 
 @define

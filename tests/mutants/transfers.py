@@ -157,7 +157,7 @@ class OffloadsOneLayer(reference_with("in self.layers:", "in self.layers[:1]:"))
     """Closed units go to the host in the first layer only."""
 
 
-class KeepsOldCopies(reference_with("if at >= 0]", "if fits and at >= 0]")):
+class KeepsOldCopies(reference_with("if at >= 0:", "if fits and at >= 0:")):
     """A unit that is written again stays as it was in the LRU buffer."""
 
 
@@ -305,7 +305,9 @@ class WrapsFarAddresses(TritonTransfer):
             row = int(layer.step.slots[batch]) * group.lane_heads + head
             for place in range(misses):
                 page, within = divmod(int(plan.miss_hosts[lane, place]), group.units_per_page)
-                source = store.layout.offset(page, layer.index, head, within) & most
+                at = store.layout
+                source = at.base + page * at.page_stride + layer.index * at.layer_stride
+                source = (source + head * at.head_stride + within * at.unit_stride) & most
                 slot = int(plan.miss_slots[lane, place])
                 target = ((layer.index * group.max_lanes + row) * group.slots + slot) * size & most
                 buffer[target : target + size] = store.pool[source : source + size].to(

@@ -41,14 +41,6 @@ def need(right: bool, expected: str, value: Any) -> None:
         raise ValueError(f"must {expected}, got {shown(value)}")
 
 
-def is_text(value: Any) -> bool:
-    """True for a text that UTF-8 has, which can be part of a key or a path."""
-    try:
-        return isinstance(value, str) and bool(value.encode() or True)
-    except UnicodeEncodeError:
-        return False
-
-
 def count(value: Any) -> int:
     need(type(value) is int and value > 0, "be a positive int", value)
     need(value <= MOST, f"be at most {MOST}", value)

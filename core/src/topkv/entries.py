@@ -77,7 +77,6 @@ class Capabilities:
         max_group: largest number of query heads that share one kv-head.
         queries: most queries of a row, of an algorithm, a stage or a backend; its factory may
             refuse as many for some models.
-        lse: the backend returns the log-sum-exp.
         capture: every decode method can be captured in a CUDA graph. ``LoweredConfig.capturable``
             says whether that holds for all plugins of a configuration.
         host_memory: the backend can read pages in mapped host memory.
@@ -99,7 +98,6 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None
     queries: int | None = 1
-    lse: bool = True
     capture: bool = True
     host_memory: bool = False
     tiers: tuple[str, ...] = TIERS

@@ -8,10 +8,8 @@ Neither torch nor triton is imported here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from inspect import getdoc
 from itertools import repeat
 from os import PathLike, fsdecode
 from types import NoneType, UnionType
@@ -24,7 +22,6 @@ from topkv.checks import Refused, near
 from topkv.messages import raised, shown
 
 _WORDS = {bool: "true or false", int: "an int", float: "a number", str: "a text", NoneType: "None"}
-_MEANING = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 _ADVICE = "an attrs class that is frozen, whose fields are the parameters"
 
 
@@ -44,15 +41,6 @@ def passes(check: Callable[[Any], Any]) -> Callable[[Any, Any, Any], None]:
 def values(params: object) -> dict[str, Any]:
     """The parameters of an instance by name."""
     return asdict(params, recurse=False)  # type: ignore[arg-type]  # of any attrs class
-
-
-def meanings(cls: type) -> dict[str, str]:
-    """Meanings of parameters by name, from the docstrings of their class and its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        for names, text in _MEANING.findall(getdoc(base) or ""):
-            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
-    return {each.name: found.get(each.name, "") for each in fields(cls)}
 
 
 def make(cls: type, given: Mapping[str, Any], who: str) -> Any:
@@ -104,7 +92,9 @@ def _typed(hint: Any, value: Any, who: str) -> Any:
     kind, inside = get_origin(hint), get_args(hint)
     with suppress(TypeError):  # of a part, which the words for the whole say too
         if kind in (Union, UnionType):
-            return _first(inside, value, who)
+            for each in inside:  # the first that takes it
+                with suppress(TypeError):
+                    return _typed(each, value, who)
         if kind is tuple and isinstance(value, (list, tuple)):
             items = inside[:1] * len(value) if inside[-1] is ... else inside
             if len(items) == len(value):
@@ -120,14 +110,6 @@ def _typed(hint: Any, value: Any, who: str) -> Any:
     if hint is str and isinstance(value, PathLike):
         return fsdecode(value)
     raise TypeError(f"must be {_words(hint)}")
-
-
-def _first(hints: tuple[Any, ...], value: Any, who: str) -> Any:
-    """A value as the first annotation that takes it has it; raises TypeError if none does."""
-    for each in hints:
-        with suppress(TypeError):
-            return _typed(each, value, who)
-    raise TypeError
 
 
 def _words(hint: Any) -> str:

@@ -134,11 +134,6 @@ def test_after_a_chunked_prefill(tiny, check, family):
     swap(tiny, check, family, (0, 40, 2), chunk=37)
 
 
-@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
-def test_other_host_layouts(tiny, check, layout):
-    swap(tiny, check, "llama", host_layout=layout)
-
-
 def test_shared_selection(tiny, check):
     swap(tiny, check, "llama", (0, 9), scope="shared")
 

@@ -145,3 +145,24 @@ def test_registering_is_measured_where_there_is_a_gpu():
     assert report["register_seconds_per_gib"] > 0
     total = report["touch_seconds_per_gib"] + report["register_seconds_per_gib"]
     assert report["seconds_per_gib"] == pytest.approx(total, abs=0.002)
+
+
+@pytest.mark.parametrize(("machine", "number"), [("x86_64", 279), ("aarch64", 239)])
+def test_each_machine_has_its_own_system_call(monkeypatch, machine, number):
+    asked = []
+
+    class Library:
+        def syscall(self, *args):
+            asked.append(args[0])
+            return -1
+
+    monkeypatch.setattr(probes.platform, "machine", lambda: machine)
+    monkeypatch.setattr(probes.ctypes, "CDLL", lambda *args, **kwargs: Library())
+    assert probes.numa_node_of(0) is None
+    assert asked == [number]
+
+
+def test_a_machine_that_nobody_looked_up_is_not_asked(monkeypatch):
+    monkeypatch.setattr(probes.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(probes.ctypes, "CDLL", None)
+    assert probes.numa_node_of(0) is None

@@ -66,15 +66,28 @@ def test_plugins_json_lists_what_loads_and_what_does_not():
 
 
 @frozen
-class LongParams:
+class ShortParams:
+    """Parameters that several have.
+
+    Attributes:
+        seed: of what is drawn.
+    """
+
+    seed: int = 0
+
+
+@frozen
+class LongParams(ShortParams):
     """Parameters.
 
     Attributes:
-        share: what is kept of
+        share, rest: what is kept of
             a page.
     """
 
     share: float = 0.5
+    rest: int = 1
+    bare: bool = False
 
 
 @pytest.fixture
@@ -122,7 +135,10 @@ def test_verbose_has_all_of_it(monkeypatch):
     for word in (*TRAITS, "kv_head", "topkv-tensor-attention", "gpu", "traits:"):
         assert word in words
     assert "hook API " + ".".join(map(str, HOOK_API)) in shown
+    assert "params.seed = 0: of what is drawn." in shown
     assert "params.share = 0.5: what is kept of a page." in shown
+    assert "params.rest = 1: what is kept of a page." in shown
+    assert "params.bare = False: " in shown
     assert "implements none of" in " ".join(shown.split())
 
 

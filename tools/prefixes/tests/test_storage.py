@@ -38,8 +38,7 @@ def test_requests_go_on_as_if_they_had_computed_what_was_stored(on):
 @pytest.mark.parametrize(
     "options",
     [
-        {"page_tokens": 8, "host_layout": "page_first"},
-        {"host_layout": "layer_first"},
+        {"page_tokens": 8},
         {"host_format": "fp8"},
         {"layers": {"0-2": "resident"}},
     ],

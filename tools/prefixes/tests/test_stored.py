@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from topkv.errors import ConfigError, PluginError, StorageError
-from topkv.kv.layout import LAYOUTS
 from topkv_prefixes.stored import StoredSessions
 from topkv_testing.machines.handed_over import (
     leave,
@@ -76,11 +75,6 @@ def test_what_was_written_is_read(shelf, monkeypatch, piece):
 def test_a_request_goes_on_to_the_bit(on, monkeypatch, host_format, piece):
     monkeypatch.setattr("topkv_prefixes.stored.PIECE", piece)
     run_handed_over(on, host_format=host_format)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_whatever_pages_look_like(on, layout):
-    run_handed_over(on, host_layout=layout)
 
 
 @pytest.mark.parametrize("run", [run_damaged, run_cut_short])

@@ -11,7 +11,7 @@ from attrs import field, frozen
 from topkv.config.layers import show_ranges
 from topkv.config.settings import Settings
 from topkv.config.sources import Setting
-from topkv.config.stages import StageSettings, options_of
+from topkv.config.stages import StageSettings
 from topkv.errors import ConfigError
 from topkv.hooks.host_format import HostFormat
 from topkv.kv.host_format import PLAIN
@@ -68,7 +68,7 @@ class LoweredGroup:
     @property
     def options(self) -> Mapping[str, Any]:
         """Options of attention that its stages ask of the backend, with their parameters."""
-        return options_of(self.stages)
+        return {option: stage.params for stage in self.stages for option in stage.options}
 
 
 @frozen(kw_only=True)

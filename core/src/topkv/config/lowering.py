@@ -201,7 +201,7 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
             )
     known.keep(Setting("capturable", capturable, COMPUTED))
     on_host = [group.shape for group in groups if group.shape.residency != "resident"]
-    _, size = lay_out(on_host, lowered.host_layout, lowered.num_pages)
+    _, size = lay_out(on_host, lowered.num_pages)
     known.keep(Setting("host_pool_bytes", size, COMPUTED))
     known.reasons += host_reasons(size, lowered)
     return evolve(lowered, groups=tuple(groups), capturable=capturable)

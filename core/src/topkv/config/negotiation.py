@@ -135,8 +135,6 @@ def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> 
             )
     if config.kv_format not in caps.kv_formats:
         yield f"reads rows of kv_format {', '.join(caps.kv_formats)}, got {config.kv_format}"
-    if not caps.lse:
-        yield "returns no log-sum-exp, and prefill merges blocks of history by it"
     if plan.residency == "streamed" and config.device.type == "cuda" and not caps.host_memory:
         yield "cannot read mapped host memory, so no layer can be streamed: make it resident"
 

@@ -19,7 +19,6 @@ from topkv.config.layers import DENSE, overrides
 from topkv.config.stages import Named, StageSettings
 from topkv.entries import IMPLS, SCOPES
 from topkv.errors import ConfigError
-from topkv.kv.layout import LAYOUTS
 from topkv.kv.token_format import KV_FORMATS
 
 Unset = TypeVar("Unset")
@@ -142,9 +141,6 @@ class Settings(Generic[Unset, Size]):
     or the name of a plugin that codes them. The device keeps the model's dtype; each token is
     rounded once, when it comes, so what is attended does not depend on the tier that it was on."""
 
-    host_layout: str | Unset = setting(one_of(LAYOUTS), "page_head")
-    """``"page_head"``, ``"page_first"`` or ``"layer_first"``."""
-
     host_memory: Size = setting(checks.byte_size)
     """limit, in bytes or as ``"64GiB"``; none by default."""
 
@@ -186,54 +182,32 @@ class SparseConfig(Settings[None, int | str | None], LayerSettings):
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SparseConfig:
-        """A configuration from a mapping of the attributes.
+    def load(cls, source: SparseConfig | Mapping[str, Any] | str | PathLike[str]) -> SparseConfig:
+        """A configuration from itself, a mapping of the attributes, or the path of a YAML
+        (``.yaml``, ``.yml``) or JSON (``.json``) file.
 
         Raises:
-            ConfigError: with every unknown key and every wrong value.
+            ConfigError: it is none of them, or cannot be read; or with every unknown key and every
+                wrong value.
         """
-        return cls._from(values, "the configuration is refused")
-
-    @classmethod
-    def _from(cls, values: Any, head: str) -> SparseConfig:
+        if isinstance(source, cls):
+            return source
+        head, values = "the configuration is refused", source
+        expected = "a SparseConfig, a mapping or the path of a YAML or JSON file"
+        if isinstance(source, (str, PathLike)):
+            head, expected = f"the configuration {fspath(source)} is refused", "a mapping"
+            try:
+                values = read(Path(source))
+            except (OSError, ValueError) as error:
+                raise ConfigError(head, [f"it cannot be read: {str(error)[:500]}"]) from error
+            values = {} if values is None else values
         if not isinstance(values, Mapping):
-            raise ConfigError(head, [f"it must be a mapping, got {type(values).__name__}"])
+            raise ConfigError(head, [f"it must be {expected}, got {type(values).__name__}"])
         reasons: list[str] = []
         clean(values, CHECKS, reasons)
         if reasons:
             raise ConfigError(head, reasons)
         return cls(**values)
-
-    @classmethod
-    def from_file(cls, path: str | PathLike[str]) -> SparseConfig:
-        """A configuration from a YAML (``.yaml``, ``.yml``) or JSON (``.json``) file.
-
-        Raises:
-            ConfigError: the file cannot be read, or holds something wrong.
-        """
-        head = f"the configuration {fspath(path)} is refused"
-        try:
-            values = read(Path(path))
-        except (OSError, ValueError) as error:
-            raise ConfigError(head, [f"it cannot be read: {str(error)[:500]}"]) from error
-        return cls._from({} if values is None else values, head)
-
-    @classmethod
-    def load(cls, source: SparseConfig | Mapping[str, Any] | str | PathLike[str]) -> SparseConfig:
-        """A configuration from itself, a mapping, or the path of a file.
-
-        Raises:
-            ConfigError: it is none of them, or holds something wrong.
-        """
-        if isinstance(source, cls):
-            return source
-        if isinstance(source, Mapping):
-            return cls.from_dict(source)
-        if isinstance(source, (str, PathLike)):
-            return cls.from_file(source)
-        got = type(source).__name__
-        expected = "a SparseConfig, a mapping or the path of a YAML or JSON file"
-        raise ConfigError("the configuration is refused", [f"it must be {expected}, got {got}"])
 
 
 CHECKS: Mapping[str, checks.Check] = _metadata(SparseConfig, "check")

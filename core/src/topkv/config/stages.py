@@ -49,11 +49,6 @@ class StageSettings(Named):
     regrains: bool = False
 
 
-def options_of(asked: Iterable[StageSettings]) -> dict[str, Any]:
-    """The options of attention that stages ask of their backend, with the parameters of each."""
-    return {option: stage.params for stage in asked for option in stage.options}
-
-
 def option_reasons(asked: Iterable[StageSettings]) -> Iterator[str]:
     """Reasons against stages of one group that ask for the same option: it has one value."""
     found = [(option, stage.name) for stage in asked for option in stage.options]

@@ -33,6 +33,7 @@ allows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -75,10 +76,7 @@ class RepresentationSpec:
     @property
     def bytes(self) -> int:
         """Bytes per unit, token or request, in one layer."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @frozen

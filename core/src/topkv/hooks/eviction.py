@@ -13,8 +13,6 @@ them is not used.
 A policy may keep one int32 for each slot from step to step, a count or a mark, say: it then has
 ``new_state``, and ``new_state_kernel`` beside it. Scores of the selection have no place: what they
 save is in ``benchmarks/results/eviction.log.xz``, and does not pay.
-
-``topkv_testing.evictions.EvictionTests`` of topkv-testing tests a policy.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 ``factory(setup)`` gives one for an ``ObserverSetup``. It is called once per forward and never per
 layer; ``bind_layers`` is for those that measure within a layer. One that raises is left out from
 then on, with a warning that names its package; the forward goes on.
-
-``topkv_testing.observers.ObserverTests`` of topkv-testing tests one.
 """
 
 from __future__ import annotations

@@ -20,20 +20,15 @@ pools and no others. What it keeps in pools of grain ``"unit"`` and ``"token"`` 
 of their page alone. One that keeps a pool of grain ``"request"`` ends the sharing of
 prefixes, and so does one that says so (``StageSpec.prefix``).
 
-``update``, ``refine`` and ``correct`` are hot: no host sync, no allocation that a CUDA graph
-cannot replay, no shape that depends on data, no Python per request. They run on the current
-stream. Rows of queries, keys and values may have any stride; heads and the last dimension are
-adjacent.
+``update``, ``refine`` and ``correct`` are hot, and their arguments as strided, as in
+``topkv.hooks.algorithm``.
 
-A stage may also stand for an option of attention. Its entry names the option
-(``Capabilities.options``), and the core hands the parameters of the stage to the backend of the
-group (``BackendSetup.options``) if that has the option, and refuses the configuration if not. The
-factory of the stage is asked first, so that it checks the parameters for all backends. A stage
-that does nothing else has no ``refine``, no ``correct``, no representations, and no call in any
-step.
+A stage may also stand for an option of attention (``Capabilities.options``): its parameters go to
+the backend of the group (``BackendSetup.options``), and a backend without the option is refused.
+The factory of the stage is asked first, so that it checks the parameters for all backends. A stage
+that does nothing else has no call in any step.
 
-A stage whose entry says ``regrains`` turns tokens into units, so that an algorithm of single
-tokens goes with larger units that are stored, moved and attended: candidates of its ``refine`` are
+A stage whose entry says ``regrains`` turns tokens into units: candidates of its ``refine`` are
 tokens, ``ids`` the closed units of ``layer.group`` that hold them. It is the last one, does
 nothing else, and its ``layer`` shows neither ring nor pools. The buffer has room for a unit of
 each token, so no token needs to be lost.
@@ -41,12 +36,9 @@ each token, so no token needs to be lost.
 A stage does not know which candidates its algorithm promises to select, such as sinks: one that
 should keep them has a parameter for it. Defaults of a stage's entry are not read.
 
-Not there yet, and refused: stages behind an algorithm that uses the model's own indexer, or that
-selects for the rows of a prompt too (``retrieve_prompt``), except one that regrains; ``correct``
-where one regrains. Stages that ask further queries (``queries``) or guess a selection
-(``predict``): there are no such hooks, and a class that marks one of them is refused.
-
-``topkv_testing.stages.StageTests`` of topkv-testing tests one.
+Refused are stages behind an algorithm that uses the model's own indexer, or that selects for the
+rows of a prompt too (``retrieve_prompt``), except one that regrains; and ``correct`` where one
+regrains.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 one with ``AlgorithmSetup.topk`` when it is made, and gets the one that the configuration names.
 Reference implementations of algorithms select by themselves, so an entry names one factory for
 all implementations, or one for ``"triton"`` alone.
-
-``topkv_testing.topks.TopKTests`` of topkv-testing tests one.
 """
 
 from __future__ import annotations

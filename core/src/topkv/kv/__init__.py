@@ -1,6 +1,6 @@
 """Keys and values on both tiers: their places and their form.
 
-Reading order: ``layout`` (the address of an entry in the host pool), ``token_format`` (the stored
+Reading order: ``layout`` (the address of an entry), ``token_format`` (the stored
 form of a token, packed by ``fp8_kernels``), ``host_pool`` (pages and leases, in memory of
 ``host_memory``; ``engine_pages`` takes page ids from an engine), ``store`` (the device buffer of a
 group and its maps), ``representations`` (the pools of an algorithm) and ``step`` (the step tensors

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from topkv.errors import HostMemoryError, RequestError
-from topkv.kv.host_pool import HostKVPool, PageAllocator
+from topkv.kv.host_pool import HostKVPool
 
 
-class EnginePages(PageAllocator):
-    """Page ids that an engine gives out, with a count of the requests that hold each.
+class EngineKVPool(HostKVPool):
+    """A host pool whose page ids an engine gives out, with a count of the requests that hold each.
 
     An id may be handed over to any number of requests, at any time: which ids are free is the
     engine's business, and none is leased here.
@@ -60,7 +60,3 @@ class EnginePages(PageAllocator):
 
     def _free_problems(self) -> list[str]:
         return []
-
-
-class EngineKVPool(EnginePages, HostKVPool):
-    """A host pool whose page ids an engine gives out."""

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import platform
-
 import torch
 from torch import Tensor
 
 from topkv.errors import HostMemoryError
 from topkv.kv.host_mapping import HostMapping, cpus_near, threads_of, unregister_unclosed
-
-_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
-"""Number of the ``move_pages`` system call by machine."""
 
 
 class HostMemory:
@@ -23,15 +16,12 @@ class HostMemory:
     maps anonymous memory, has many threads touch it in huge pages and registers it at once.
     Memory that is not registered stays untouched until somebody writes to it.
 
-    Touching decides on which node pages are. The threads run on the cores near the GPU, so the
-    memory is on its NUMA node while that has room, and on other nodes for the rest; where the
-    system does not say which cores are near, or this process may use none of them, the memory is
-    spread over the nodes whose cores it may use. A memory policy of the process (``numactl``) goes
-    first.
+    The threads run on the cores near the GPU, so that the memory is on its NUMA node while that
+    has room.
 
     Large pools report how far they are through ``logging``, logger ``topkv``, level ``INFO``.
-    After an interrupt nothing stays registered, and the pages are given back. Child processes do
-    not inherit registered memory: reading it there is a segmentation fault.
+    After an interrupt nothing stays registered, and the pages are given back. In a child process
+    reading registered memory is a segmentation fault.
 
     Args:
         size: bytes, allocated exactly (rounded up to the page size of the system).
@@ -91,26 +81,7 @@ class HostMemory:
         """True if the device can reach the bytes."""
         return self._map is not None and self._map.address != 0
 
-    @property
-    def numa_node(self) -> int | None:
-        """NUMA node of the first page, or None where the system does not say."""
-        if self.size == 0:
-            return None
-        return numa_node_of(self.bytes.data_ptr())
-
     def close(self) -> None:
         """Unregister. Idempotent; the bytes stay readable until the last view is gone."""
         if self._map is not None:
             self._map.unregister()
-
-
-def numa_node_of(address: int) -> int | None:
-    """NUMA node that holds the page at ``address``, by the ``move_pages`` system call."""
-    number = _MOVE_PAGES.get(platform.machine())
-    if number is None:
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-    page = ctypes.c_void_p(address & ~(mmap.PAGESIZE - 1))
-    status = ctypes.c_int(-1)
-    done = libc.syscall(number, 0, 1, ctypes.byref(page), None, ctypes.byref(status), 0)
-    return status.value if done == 0 and status.value >= 0 else None

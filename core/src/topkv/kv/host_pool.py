@@ -132,7 +132,6 @@ class HostKVPool(PageAllocator):
     Args:
         groups: the groups, in the order of their blobs within a page.
         num_pages: pages, page 0 included.
-        layout: ``"page_head"``, ``"page_first"`` or ``"layer_first"``.
         device: the device that attends; a GPU gets mapped, registered memory, ``meta`` none.
         file: descriptor of a file that holds the pool; None for memory of this process alone.
     """
@@ -141,13 +140,11 @@ class HostKVPool(PageAllocator):
         self,
         groups: Sequence[GroupShape],
         num_pages: int,
-        layout: str,
         device: torch.device,
         file: int | None = None,
     ) -> None:
         super().__init__(num_pages)
-        self.layout = layout
-        self.layouts, self.size = lay_out(groups, layout, num_pages)
+        self.layouts, self.size = lay_out(groups, num_pages)
         self.memory = HostMemory(self.size, device, file)
 
     @property

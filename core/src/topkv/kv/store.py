@@ -12,7 +12,7 @@ from topkv.errors import RequestError
 from topkv.hooks.host_format import HostFormat
 from topkv.kv.host_format import PLAIN
 from topkv.kv.host_pool import POISON, entry_view
-from topkv.kv.layout import GroupLayout, lay_out
+from topkv.kv.layout import GroupLayout, by_layer
 from topkv.types import GroupShape
 
 UNSELECTED = 2**31 - 1
@@ -104,7 +104,7 @@ class GroupStore:
     @classmethod
     def on_device(cls, group: GroupShape, num_pages: int, device: torch.device) -> GroupStore:
         """Make the store of a group whose pages are on the device: resident layers, by page."""
-        (layout,), size = lay_out([group], "layer_first", num_pages)
+        layout, size = by_layer(group, num_pages)
         pool = torch.zeros(size, dtype=torch.uint8, device=device)
         return cls.on_host(group, layout, pool, num_pages, device)
 

@@ -49,7 +49,7 @@ class SparseKVCacheManager:
         self.groups: list[GroupShape] = [group.shape for group in config.groups]
         on_host = [group for group in self.groups if group.residency != "resident"]
         pool = EngineKVPool if config.pages == "engine" else host_pool
-        self.host = pool(on_host, config.num_pages, config.host_layout, device, config.host_file)
+        self.host = pool(on_host, config.num_pages, device, config.host_file)
         try:
             self._allocate(specs, keeps_state)
         except BaseException:

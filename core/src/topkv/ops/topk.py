@@ -10,8 +10,6 @@ from topkv.ops import topk_reference
 from topkv.plugins.discovery import hookimpl
 from topkv.types import MAX_COLUMNS
 
-"""Longest row."""
-
 
 class RadixTopK:
     """The core's own kernels: radix select, one program a row. They need no scratch."""

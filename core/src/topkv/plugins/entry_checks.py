@@ -124,5 +124,5 @@ _CAPABILITIES: dict[str, Check] = {
     "queries": _or_none((_is_count, "a positive int")),
     "tiers": _some_of(TIERS),
     "traits": _some_of(TRAITS),
-    **dict.fromkeys(("needs_index", "softcap", "lse", "capture", "host_memory"), _FLAG),
+    **dict.fromkeys(("needs_index", "softcap", "capture", "host_memory"), _FLAG),
 }

@@ -68,6 +68,23 @@ class ZeroCopyTransfer:
         pages = self.step.page_table[slot].cpu().long()[units // per_page]
         return pages.to(device), (units % per_page).to(device)
 
+    def hold(self, layers: int | slice, slot: int, units: Tensor) -> Tensor:
+        """Enter units u under slots u of a request that fits, in layers of the group.
+
+        Args:
+            layers: index within the group, or several.
+            slot: request slot.
+            units: int64 ``[n]`` logical ids, on the CPU, in ascending order.
+
+        Returns:
+            Those of them that the buffer has room for, on its device.
+        """
+        store, lanes = self.store, self.store.lanes_of(slot)
+        kept = units[units < self.group.buffer_slots].to(store.order.device)
+        store.unit_slot[layers, lanes, kept] = kept.int()
+        store.slot_unit[layers, lanes, kept] = kept.int()
+        return kept
+
     @hookimpl
     def restore(self, slot: int, length: int, resident: bool) -> None:
         if not self.sparse:
@@ -83,10 +100,8 @@ class ZeroCopyTransfer:
         buffer = store.buffer[:, lanes]
         buffer[:, :, self.ring_slot(units[in_ring])] = entries[:, :, in_ring]
         if fits:
-            kept = units[: self.group.buffer_slots].to(store.order.device)
+            kept = self.hold(slice(None), slot, units)
             buffer[:, :, kept] = entries[:, :, : len(kept)]
-            store.unit_slot[:, lanes, kept] = kept.int()
-            store.slot_unit[:, lanes, kept] = kept.int()
 
     @hookimpl
     def reset(self, slot: int) -> None:

@@ -27,8 +27,8 @@ class ReferenceTransfer(ZeroCopyTransfer):
             if slot < 0 or not step.appended[batch]:
                 continue
             unit, offset = divmod(length - 1, self.group.unit)
-            token = slice(batch, batch + 1)
-            _write_tokens(entries_of(layer, slot, unit), offset, k[token], v[token])
+            for plane, rows in zip(entries_of(layer, slot, unit).unbind(2), (k, v), strict=False):
+                plane[:, :, offset] = rows[batch].unflatten(0, plane.shape[:2])
 
     @hookimpl
     def plan(self, layer: LayerView, ids: Tensor, limit: Tensor, out: Plan) -> None:
@@ -151,7 +151,8 @@ class ReferenceTransfer(ZeroCopyTransfer):
                 tokens[pages, :, within, :, offsets] = rows
         if not self.sparse:
             return
-        self._hold_resident(layer, slot, units, self.fits(high, resident))
+        if self.fits(high, resident):
+            self.hold(layer.index, slot, units)
         in_ring = (units >= self.ring_low(high)).nonzero().flatten()
         for head in range(group.lane_heads):
             lane_row = slot * group.lane_heads + head
@@ -177,14 +178,23 @@ class ReferenceTransfer(ZeroCopyTransfer):
             rows.copy_(plane[: rows.shape[0]])
 
     def _write_back(self, slot: int, unit: int, fits: bool) -> None:
-        """Copy one unit from the ring to the host, and to its LRU slot if it has one."""
+        """Copy one unit from the ring to the host, and to its LRU slot if it has one.
+
+        A lane that fits gets its unit u in slot u here. In others an old copy has to follow, or a
+        unit that was rolled back would come back with the tokens that were rejected.
+        """
+        lanes = self.store.lanes_of(slot)
         for layer in self.layers:
             entries = self._ring_entries(layer, slot, unit)
             parts = self.host.parts(self._host_entries(layer, slot, unit))
             for part, rows in zip(parts, self.host.encode(entries), strict=True):
                 part.copy_(rows)
-            for head, entry in self._lru_entries(layer, slot, unit, fits):
-                entry.copy_(entries[head])
+            if fits:
+                self.hold(layer.index, slot, torch.tensor([unit]))
+            buffer = self.store.buffer[layer.index, lanes]
+            for head, at in enumerate(self.store.unit_slot[layer.index, lanes, unit].tolist()):
+                if at >= 0:
+                    buffer[head, at] = entries[head]
 
     def _host_ids(self, slot: int, units: Tensor) -> Tensor:
         """Return the host ids of logical units."""
@@ -199,35 +209,3 @@ class ReferenceTransfer(ZeroCopyTransfer):
     def _ring_entries(self, layer: LayerView, slot: int, unit: int) -> Tensor:
         """Return a unit's entries in the ring, ``[lane_heads, *entry_shape]``."""
         return self.store.buffer[layer.index, self.store.lanes_of(slot), self.ring_slot(unit)]
-
-    def _hold_resident(self, layer: LayerView, slot: int, units: Tensor, fits: bool) -> None:
-        """Copy units u to slots u of a request that fits."""
-        if fits:
-            store, index, lanes = self.store, layer.index, self.store.lanes_of(slot)
-            kept = units[units < self.group.buffer_slots].to(store.unit_slot.device)
-            store.unit_slot[index, lanes, kept] = kept.int()
-            store.slot_unit[index, lanes, kept] = kept.int()
-
-    def _lru_entries(
-        self, layer: LayerView, slot: int, unit: int, fits: bool
-    ) -> list[tuple[int, Tensor]]:
-        """Return LRU entries of a unit that is written again, each with its lane head.
-
-        A lane that fits gets its unit u in slot u here. In others an old copy has to follow, or a
-        unit that was rolled back would come back with the tokens that were rejected.
-        """
-        if not self.sparse:
-            return []
-        store, index, lanes = self.store, layer.index, self.store.lanes_of(slot)
-        self._hold_resident(layer, slot, torch.tensor([unit]), fits)
-        places = store.unit_slot[index, lanes, unit].tolist()
-        entries = store.buffer[index, lanes]
-        return [(head, entries[head, at]) for head, at in enumerate(places) if at >= 0]
-
-
-def _write_tokens(entries: Tensor, offset: int, k: Tensor, v: Tensor) -> None:
-    """Write tokens ``[m, Hkv, D]`` behind ``offset`` of ``[lane_heads, *entry_shape]`` entries."""
-    span = slice(offset, offset + k.shape[0])
-    lanes = entries.shape[:2]
-    for plane, rows in zip(range(entries.shape[2]), (k, v), strict=False):
-        entries[:, :, plane, span] = rows.transpose(0, 1).unflatten(0, lanes)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import triton
-from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.transfer import TransferSetup
@@ -59,15 +58,15 @@ class LayerMemory:
         self.order, self.state = store.order[index], store.state[index]
         self.counters = store.counters[index]
         self.buffer = store.buffer[index]
-        first = store.layout.base + index * store.layout.layer_stride
-        if store.group.coded_bytes:
-            self.buffer_words = self.buffer
-            self.host = self.host_words = store.pool[first:]
-            return
-        self.buffer_words = self.buffer.view(torch.int32)
-        pool, size = store.pool, store.group.dtype.itemsize
-        self.host = pool[first : pool.numel() // size * size].view(store.group.dtype)
-        self.host_words = pool[first:].view(torch.int32)
+        pool = store.pool[store.layout.base + index * store.layout.layer_stride :]
+        self.buffer_words, self.host_words = _words(store, self.buffer), _words(store, pool)
+        dtype = torch.uint8 if store.group.coded_bytes else store.group.dtype
+        self.host = pool[: pool.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _words(store: GroupStore, memory: Tensor) -> Tensor:
+    """Memory of entries as int32; as it is where they are coded."""
+    return memory if store.group.coded_bytes else memory.view(torch.int32)
 
 
 def strides_of(layout: GroupLayout, size: int) -> dict[str, int]:
@@ -79,20 +78,6 @@ def strides_of(layout: GroupLayout, size: int) -> dict[str, int]:
     }
 
 
-@frozen
-class Copies:
-    """Form of the host pool's entries for the kernels, and the pieces in which they are copied.
-
-    Attributes:
-        load, offload, store, fetch: arguments of the kernels of these names.
-    """
-
-    load: dict[str, Any]
-    offload: dict[str, Any]
-    store: dict[str, Any]
-    fetch: dict[str, Any]
-
-
 def _span(layout: GroupLayout, words: int, size: int) -> int:
     """Places of ``size`` bytes in the lines that an entry of ``words`` may touch."""
     starts = layout.base, layout.layer_stride, *strides_of(layout, 1).values()
@@ -101,9 +86,12 @@ def _span(layout: GroupLayout, words: int, size: int) -> int:
     return words if aligned else triton.cdiv(words + line - 1, line) * line
 
 
-def copies_of(store: GroupStore) -> Copies:
+def copies_of(store: GroupStore) -> dict[str, dict[str, Any]]:
     """Choose how entries are copied: those that both tiers hold alike as they are, in words of
     16 bytes; coded ones packed and unpacked row by row.
+
+    Returns:
+        arguments of the kernels ``load``, ``offload``, ``store`` and ``fetch``, by these names.
     """
     group, kernels = store.group, store.host.kernels()
     if group.coded_bytes:
@@ -115,15 +103,15 @@ def copies_of(store: GroupStore) -> Copies:
     words = rows * dim // width
     reads: dict[str, Any] = {"READ": kernels.read, "DECODE": kernels.decode}
     writes: dict[str, Any] = {"WRITE": kernels.write}
-    return Copies(
-        load={
+    return {
+        "load": {
             **reads,
             "WORDS": words,
             "SPAN": _span(store.layout, words, size),
             "WIDTH": width,
             "D": dim,
         },
-        offload={
+        "offload": {
             **writes,
             "ROWS": rows,
             "D": dim,
@@ -131,9 +119,9 @@ def copies_of(store: GroupStore) -> Copies:
             "BLOCK_D": triton.next_power_of_2(dim),
             "s_buffer_layer": group.max_lanes * group.slots * rows,
         },
-        store=writes,
-        fetch={**reads, "num_warps": kernels.warps},
-    )
+        "store": writes,
+        "fetch": {**reads, "num_warps": kernels.warps},
+    }
 
 
 class TritonTransfer(ZeroCopyTransfer):
@@ -163,9 +151,7 @@ class TritonTransfer(ZeroCopyTransfer):
         self.early = {"PDL": early, **pdl.options(early)}
         self.word_strides = strides_of(store.layout, 16)
         self.copies = copies_of(store)
-        self.all_buffer_words = (
-            store.buffer if group.coded_bytes else store.buffer.view(torch.int32)
-        )
+        self.all_buffer_words = _words(store, store.buffer)
         block_d = triton.next_power_of_2(group.head_dim)
         self.token_block = max(8, min(TOKEN_BLOCK, TOKEN_ELEMENTS // block_d))
         self.tokens = {
@@ -256,7 +242,7 @@ class TritonTransfer(ZeroCopyTransfer):
             SLOTS=group.slots,
             BLOCK=COPY_BLOCK,
             num_warps=8,
-            **self.copies.load,
+            **self.copies["load"],
             **self.word_strides,
             **self.early,
         )
@@ -303,7 +289,7 @@ class TritonTransfer(ZeroCopyTransfer):
             C=group.buffer_slots,
             T=group.ring_slots,
             num_warps=4,
-            **self.copies.offload,
+            **self.copies["offload"],
             **self.word_strides,
         )
 
@@ -340,7 +326,7 @@ class TritonTransfer(ZeroCopyTransfer):
             T=max(group.ring_slots, 1),
             BLOCK_T=self.token_block,
             num_warps=4,
-            **self.copies.store,
+            **self.copies["store"],
             **self.tokens,
         )
 
@@ -357,6 +343,6 @@ class TritonTransfer(ZeroCopyTransfer):
             tokens,
             KV_HEADS=group.num_kv_heads,
             BLOCK_T=self.token_block,
-            **self.copies.fetch,
+            **self.copies["fetch"],
             **self.tokens,
         )

@@ -111,7 +111,7 @@ def settings_of(config: SparseConfig, pairs: Mapping[str, Any]) -> SparseConfig:
     Raises:
         ConfigError: some are unknown or wrong, or follow from the grid.
     """
-    settings = SparseConfig.from_dict({**config.as_dict(), **pairs})
+    settings = SparseConfig.load({**config.as_dict(), **pairs})
     reasons = [
         f"{name} follows from the contexts and requests of the grid; leave it out"
         for name in ROOM

@@ -61,7 +61,6 @@ def measure(size: int, device: torch.device, cpus: set[int], huge: bool) -> dict
     import torch
 
     from topkv.kv.host_mapping import HostMapping, chunks
-    from topkv.kv.host_memory import numa_node_of
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # a first call makes a context, which takes long
@@ -75,7 +74,7 @@ def measure(size: int, device: torch.device, cpus: set[int], huge: bool) -> dict
         code = mapping.register() if device.type == "cuda" else None
         times.append(time.perf_counter())
         address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-        nodes = {numa_node_of(address + first) for first, _ in chunks(address, size)}
+        nodes = {probes.numa_node_of(address + first) for first, _ in chunks(address, size)}
     finally:
         mapping.discard()
     if code:

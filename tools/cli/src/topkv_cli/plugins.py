@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
+from inspect import getdoc
 from typing import Any
 
 import attrs
@@ -16,9 +18,11 @@ from rich.text import Text
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import PluginError
 from topkv.messages import raised
-from topkv.parameters import meanings, values
+from topkv.parameters import values
 from topkv.plugins import PluginRecord, registry
 from topkv_cli.matrix import Cell, matrix, rows_of
+
+_MEANING = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def as_dict(record: PluginRecord) -> dict[str, Any]:
@@ -93,8 +97,17 @@ def _all(entry: PluginEntry) -> list[str]:
             listed = value if isinstance(value, (list, tuple)) else [value]
             between = " to " if name == "units" else ", "
             lines.append(f"{name}: {between.join(map(str, listed))}")
-    defaults, found = values(entry.parameters()), meanings(entry.parameters)
+    defaults, found = values(entry.parameters()), _meanings(entry.parameters)
     return lines + [f"params.{name} = {defaults[name]!r}: {found[name]}" for name in defaults]
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    """Meanings of parameters by name, from the docstrings of their class and its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        for names, text in _MEANING.findall(getdoc(base) or ""):
+            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return {each.name: found.get(each.name, "") for each in attrs.fields(cls)}
 
 
 def _show(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import platform
 import resource
@@ -16,6 +18,9 @@ from topkv_cli import memory
 
 _SYS = Path("/sys")
 _PROC = Path("/proc")
+
+_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
+"""Number of the ``move_pages`` system call by machine."""
 
 
 def attempt(probe: Callable[[], Any]) -> Any:
@@ -74,6 +79,18 @@ def numa_node_of_pci(domain: int, bus: int, device: int) -> int | None:
     return node if node >= 0 else None
 
 
+def numa_node_of(address: int) -> int | None:
+    """NUMA node that holds the page at ``address``, by the ``move_pages`` system call."""
+    number = _MOVE_PAGES.get(platform.machine())
+    if number is None:
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = ctypes.c_void_p(address & ~(mmap.PAGESIZE - 1))
+    status = ctypes.c_int(-1)
+    done = libc.syscall(number, 0, 1, ctypes.byref(page), None, ctypes.byref(status), 0)
+    return status.value if done == 0 and status.value >= 0 else None
+
+
 def _numa_node_of(about: Any) -> int | None:
     return numa_node_of_pci(about.pci_domain_id, about.pci_bus_id, about.pci_device_id)
 
@@ -122,7 +139,7 @@ def host_register() -> dict[str, Any]:
         memory = HostMemory(2**20, torch.device("cuda", torch.cuda.current_device()))
     except HostMemoryError as error:
         return {"works": False, "reason": str(error)}
-    node = memory.numa_node
+    node = numa_node_of(memory.bytes.data_ptr())
     memory.close()
     return {"works": True, "reason": None, "numa_node_of_test": node}
 

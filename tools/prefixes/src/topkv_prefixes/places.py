@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,6 @@ def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager, keep: s
         "topkv": topkv.__version__,
         "layout": layout_of(config, manager),
         "model": repr(config.model),
-        "host_layout": config.host_layout,
         "prefix_cache": keep,
         "files": files,
     }
@@ -93,14 +92,8 @@ class PagePlaces:
     def __init__(self, manager: SparseKVCacheManager) -> None:
         host, self._device = manager.host, manager.device
         self.pool: np.ndarray = host.bytes.numpy()
-        if host.layout == "layer_first":
-            self._runs = [
-                (each.base + place * each.layer_stride, each.page_stride)
-                for each, store in self._host_groups(manager)
-                for place in range(len(store.group.layers))
-            ]
-        else:
-            self._runs = [(0, each.page_stride) for each in host.layouts[:1]]
+        # All groups of a page are adjacent there.
+        self._in_pool = host.layouts[0].page_stride if host.layouts else 0
         # With the pages in front.
         self._others = [
             store.entries for store in manager.stores if store.group.residency == "resident"
@@ -113,17 +106,7 @@ class PagePlaces:
         self._others = [tensor for tensor in self._others if tensor[0].numel()]
         self._sizes = [tensor[0].nbytes for tensor in self._others]
         self.staged_bytes = sum(self._sizes)
-        self.object_bytes: int = HEADER + sum(size for _, size in self._runs) + self.staged_bytes
-
-    @staticmethod
-    def _host_groups(manager: SparseKVCacheManager) -> Iterator[Any]:
-        on_host = [store for store in manager.stores if store.group.residency != "resident"]
-        return zip(manager.host.layouts, on_host, strict=True)
-
-    def runs(self, page: int) -> list[np.ndarray]:
-        """Return the parts of a page in the host pool."""
-        starts = [(first + page * size, size) for first, size in self._runs]
-        return [self.pool[start : start + size] for start, size in starts]
+        self.object_bytes: int = HEADER + self._in_pool + self.staged_bytes
 
     def rows(self, count: int, pinned: bool = False) -> Tensor:
         """Make memory for headers and staged parts, uint8 ``[count, HEADER + staged_bytes]``.
@@ -138,8 +121,9 @@ class PagePlaces:
 
     def place(self, page: int, row: np.ndarray) -> list[np.ndarray]:
         """Return all parts of a page: its header in a row, the host pool, the rest of the row."""
-        staged = [row[HEADER:]] if self.staged_bytes else []
-        return [row[:HEADER], *self.runs(page), *staged]
+        first = page * self._in_pool
+        parts = [row[:HEADER], self.pool[first : first + self._in_pool], row[HEADER:]]
+        return [part for part in parts if len(part)]
 
     def stage(self, pages: Sequence[int], rows: Tensor) -> None:
         """Copy the parts outside of the host pool to rows. Waits for the device."""

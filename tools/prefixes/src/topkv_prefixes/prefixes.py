@@ -23,7 +23,6 @@ from contextvars import ContextVar
 
 import numpy as np
 
-from topkv.checks import is_text
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import RequestError
 from topkv.hooks.keeper import KeeperSetup
@@ -31,7 +30,7 @@ from topkv.messages import shown
 from topkv.plugins.discovery import hookimpl
 from topkv_prefixes.counts import PrefixCounts, TenantCounts
 from topkv_prefixes.pages import PrefixKVPool, page_keys, tenant_in
-from topkv_prefixes.settings import ANYBODY, PrefixSettings
+from topkv_prefixes.settings import ANYBODY, PrefixSettings, is_text
 from topkv_prefixes.tier import StorageTier
 
 Tokens = Sequence[int] | np.ndarray

@@ -26,6 +26,14 @@ ANYBODY = "*"
 FETCHES = ("timeout", "wait_complete", "best_effort")
 
 
+def is_text(value: Any) -> bool:
+    """True for a text that UTF-8 has, which can be part of a key or a path."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
 def seconds(value: Any) -> float:
     right = type(value) in (int, float) and 0 <= value <= 86400
     need(right, "be a number of seconds, at most a day", value)
@@ -47,7 +55,7 @@ def by_tenant(value: Any) -> dict[str, int] | None:
     good, reasons = {}, []
     for name, size in value.items():
         try:
-            need(checks.is_text(name), "be a name that UTF-8 has", name)
+            need(is_text(name), "be a name that UTF-8 has", name)
             good[name] = checks.byte_size(size)
         except ValueError as error:
             reasons.append(f"{shown(name)} {error}")

@@ -24,12 +24,12 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from topkv.checks import is_text
 from topkv.errors import ConfigError, StorageError
 from topkv.messages import shown
 from topkv.plugins import PluginRegistry
 from topkv_prefixes.objects import HEADER, problem_of, write_header
 from topkv_prefixes.opened import OpenedStorage
+from topkv_prefixes.settings import is_text
 
 PIECE = 8 << 20
 """Most bytes of an object, without its header."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from attrs import evolve
 from hypothesis import given
@@ -28,8 +27,7 @@ def check_attend(
     """Attend and compare with the oracle over ``truth``, by default ``inputs``."""
     expected = (truth or inputs).expected(scale)
     out, lse = inputs.attend(backend, subject.tier.device, host)
-    stated = subject.entry.capabilities.lse
-    expected.check(out, lse if stated else None, rounded_sums(subject))
+    expected.check(out, lse, rounded_sums(subject))
 
 
 def check_case(subject: Subject, case: AttendCase) -> None:
@@ -75,14 +73,11 @@ class AttendTests(KitTests):
                 backend, _, _ = make_backend(subject, geometry, case.batch)
                 out, lse = case.make().attend(backend, subject.tier.device)
                 assert bool((out[first:] == 0).all()), f"out of an empty lane: {out[first:]}"
-                if subject.entry.capabilities.lse:
-                    wanted = torch.full_like(lse[first:], -torch.inf)
-                    assert torch.equal(lse[first:], wanted), f"lse of an empty lane: {lse[first:]}"
+                wanted = torch.full_like(lse[first:], -torch.inf)
+                assert torch.equal(lse[first:], wanted), f"lse of an empty lane: {lse[first:]}"
 
     def test_lse_is_a_natural_log_that_merges_parts(self, subject: Subject) -> None:
         """Attention over a part of the units and over the rest, joined, is that over all."""
-        if not subject.entry.capabilities.lse:
-            pytest.skip(f"{subject.entry.name} does not state lse")
 
         @examples(subject.tier, cpu=30, interpret=6)
         @given(attend_cases(subject), st.integers(0, 8))
@@ -121,8 +116,7 @@ class AttendTests(KitTests):
                     inputs.q[lane] = torch.nan
             out, lse = inputs.attend(backend, subject.tier.device)
             only = slice(mine, mine + 1)
-            stated = subject.entry.capabilities.lse
-            expected.check(out[only], lse[only] if stated else None, rounded_sums(subject))
+            expected.check(out[only], lse[only], rounded_sums(subject))
 
         check()
 

@@ -213,14 +213,13 @@ class Expected:
     size: float
     rounding: float
 
-    def check(self, out: Tensor, lse: Tensor | None, rounded_sums: bool = False) -> None:
-        """Compare; a query that sees nothing must give exactly 0. ``lse`` is not tested if None.
+    def check(self, out: Tensor, lse: Tensor, rounded_sums: bool = False) -> None:
+        """Compare; a query that sees nothing must give exactly 0.
 
         ``rounded_sums`` is that of ``BackendOptions``.
         """
-        if lse is not None:
-            slack = self.drift + (self.rounding if rounded_sums else 0.0)
-            assert_as_good(lse, self.lse, self.rough_lse, "lse", slack)
+        slack = self.drift + (self.rounding if rounded_sums else 0.0)
+        assert_as_good(lse, self.lse, self.rough_lse, "lse", slack)
         assert_as_good(out, self.out, self.rough_out, "out", 2 * self.drift * self.size)
         empty = (self.lse == -torch.inf).to(out.device)
         assert not bool(out[empty].any()), "a query that sees nothing must give 0"

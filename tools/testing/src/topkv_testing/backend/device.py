@@ -98,7 +98,7 @@ class DecodeRun:
         for name in ("table", "lengths", "out", "lse"):
             getattr(self, name).assert_intact(name)
         heads = self.case.geometry.lane_heads
-        lse = by_lane(self.lse.body, heads).cpu() if subject.entry.capabilities.lse else None
+        lse = by_lane(self.lse.body, heads).cpu()
         expected = inputs.expected(self.model.scale)
         expected.check(by_lane(self.out.body, heads).cpu(), lse, rounded_sums(subject))
 
@@ -183,7 +183,7 @@ class DeviceTests(KitTests):
             lse = result(q.shape[:3], torch.float32, wide.device)
             tables = Tables(table, sizes)
             backend.attend(q, wide[:, :, 0], wide[:, :, 1], tables, out.body, lse.body)
-            norm = by_lane(lse.body, each).cpu() if subject.entry.capabilities.lse else None
+            norm = by_lane(lse.body, each).cpu()
             expected = inputs.expected(model.scale)
             expected.check(by_lane(out.body, each).cpu(), norm, rounded_sums(subject))
             del wide

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from attrs import define
 
-from topkv.kv.layout import LAYOUTS
 from topkv.types import GroupShape
 from topkv_testing.models.oracle import LaneModel
 from topkv_testing.strategies import INT32
@@ -89,8 +88,7 @@ class FuzzedGroup:
     ) -> None:
         self.group, self.device = group, device
         self.rng = np.random.default_rng(seed)
-        layout = LAYOUTS[seed % len(LAYOUTS)]
-        self.bench = TransferBench(make, group, device, impl, layout=layout, seed=seed)
+        self.bench = TransferBench(make, group, device, impl, seed=seed)
         self.lanes = {
             (layer, row): FastLane(group.buffer_slots)
             for layer in range(len(group.layers))

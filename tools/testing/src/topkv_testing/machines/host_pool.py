@@ -28,7 +28,6 @@ from torch import Tensor
 
 from topkv.errors import HostMemoryError, RequestError
 from topkv.kv.host_pool import HostKVPool, PageAllocator, entry_view
-from topkv.kv.layout import LAYOUTS
 from topkv.types import GroupShape
 
 
@@ -166,15 +165,15 @@ class HostPoolMachine(RuleBasedStateMachine):
 class HostKVPoolMachine(HostPoolMachine):
     """The machine over real memory: a write to one page never shows in another."""
 
-    @initialize(num_pages=st.integers(1, 12), layout=st.sampled_from(LAYOUTS))
-    def start(self, num_pages: int, layout: str) -> None:  # type: ignore[override]
+    @initialize(num_pages=st.integers(1, 12))
+    def start(self, num_pages: int) -> None:
         groups = [_group((0, 3), 2, 2), _group((1,), 1, 1), _group((2,), 4, 1)]
-        self.layout, self.groups = layout, groups
+        self.groups = groups
         super().start(num_pages)
         self.marks: dict[int, float] = {}
 
     def make(self, num_pages: int) -> Any:
-        return HostKVPool(self.groups, num_pages, self.layout, torch.device("cpu"))
+        return HostKVPool(self.groups, num_pages, torch.device("cpu"))
 
     def leased(self, pages: list[int]) -> None:
         super().leased(pages)

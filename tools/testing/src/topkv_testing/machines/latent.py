@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from topkv.kv.layout import LAYOUTS
 from topkv.kv.token_format import LATENT, ROPE, ROW_BYTES, decode_fp8, encode_fp8
 from topkv.plugins import PluginRegistry
 from topkv.types import GroupShape, Index, IndexerShape, ModelShape
@@ -92,7 +91,6 @@ class LatentMachine(TokenLives):
     last: dict[tuple[int, int], tuple[Tensor, Tensor]]
 
     @initialize(
-        layout=st.sampled_from(LAYOUTS),
         kv_format=st.sampled_from(["model", "model", "model", "fp8"]),
         unit=st.sampled_from([1, 1, 2, 4]),
         select=st.integers(2, 9),
@@ -104,7 +102,7 @@ class LatentMachine(TokenLives):
         seed=st.integers(0, 9),
     )
     def start(
-        self, layout: str = "page_head", kv_format: str = "model", unit: int = 1,
+        self, kv_format: str = "model", unit: int = 1,
         select: int = 4, spare: int = 2, shared: bool = True, fast: bool = True, page: int = 4,
         ring: int = 3, seed: int = 0,
     ) -> None:  # fmt: skip
@@ -123,7 +121,6 @@ class LatentMachine(TokenLives):
             fast,
             algorithm="indexed",
             kv_format=kv_format,
-            host_layout=layout,
             unit=unit,
             stages=[] if unit == 1 else ["to_units"],
             budget=select if unit == 1 else unit + select,

@@ -37,7 +37,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from topkv.kv.layout import LAYOUTS
 from topkv.plugins import PluginRegistry
 from topkv_testing.kit import examples
 from topkv_testing.machines.lifecycle_calls import Calls, any_live
@@ -181,7 +180,6 @@ class LifecycleMachine(Lives):
     """Grouped-query attention, and a selection of any ids at all."""
 
     @initialize(
-        layout=st.sampled_from(LAYOUTS),
         scope=st.sampled_from(["kv_head", "shared"]),
         unit=st.sampled_from([1, 2, 4]),
         other=st.sampled_from([None, 1, 4]),
@@ -194,7 +192,7 @@ class LifecycleMachine(Lives):
         seed=st.integers(0, 9),
     )
     def start(
-        self, layout: str = "page_head", scope: str = "kv_head", unit: int = 4,
+        self, scope: str = "kv_head", unit: int = 4,
         other: int | None = None, fast: bool = True, buffer: int = 24, page: int = 4,
         host_format: str = "model", stages: tuple[str, ...] = (), share: str = "F",
         seed: int = 0,
@@ -210,7 +208,6 @@ class LifecycleMachine(Lives):
         self.set_up(
             seed,
             fast,
-            host_layout=layout,
             host_format=self.offered(host_format),
             scope=scope,
             unit=unit,

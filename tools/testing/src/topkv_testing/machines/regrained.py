@@ -17,7 +17,6 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
-from topkv.kv.layout import LAYOUTS
 from topkv.plugins import PluginRegistry
 from topkv.plugins.discovery import hookimpl
 from topkv.types import LayerView
@@ -73,7 +72,6 @@ class RegrainedMachine(TokenLives):
     further: tuple[PluginEntry, ...] = ()
 
     @initialize(
-        layout=st.sampled_from(LAYOUTS),
         scope=st.sampled_from(["kv_head", "shared"]),
         unit=st.sampled_from([2, 4]),
         other=st.sampled_from([None, None, 1, 4]),
@@ -86,7 +84,7 @@ class RegrainedMachine(TokenLives):
         seed=st.integers(0, 9),
     )
     def start(
-        self, layout: str = "page_head", scope: str = "kv_head", unit: int = 2,
+        self, scope: str = "kv_head", unit: int = 2,
         other: int | None = None, tail: str = "forced", select: int = 6, spare: int = 0,
         fast: bool = True, page: int = 4, host_format: str = "model", seed: int = 0,
     ) -> None:  # fmt: skip
@@ -105,7 +103,6 @@ class RegrainedMachine(TokenLives):
             # Where units are tokens a tail that competes is no unit.
             algorithm=f"{'scripted' if other == 1 or tail == 'forced' else 'competing'}_tokens",
             stages=[self.stage],
-            host_layout=layout,
             host_format=self.offered(host_format),
             scope=scope,
             unit=unit,

@@ -13,7 +13,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from topkv.kv.layout import LAYOUTS
 from topkv_testing import strategies
 from topkv_testing.kit import Subject
 from topkv_testing.models.host_formats import CODED, formats_of
@@ -37,7 +36,6 @@ class ResidencyMachine(RuleBasedStateMachine):
     cache: TokenCache
 
     @initialize(
-        layout=st.sampled_from(LAYOUTS),
         lane_heads=st.integers(1, 2),
         heads_per_lane=st.integers(1, 2),
         unit=st.sampled_from([1, 2, 4]),
@@ -48,7 +46,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         seed=strategies.seeds(),
     )
     def start(
-        self, layout: str, unit: int, ring: int, select: int, spare: int, coded: bool, seed: int,
+        self, unit: int, ring: int, select: int, spare: int, coded: bool, seed: int,
         **heads: Any,
     ) -> None:  # fmt: skip
         subject, shape = self.subject, {**heads, "slots": select + spare, "units": UNITS}
@@ -57,7 +55,6 @@ class ResidencyMachine(RuleBasedStateMachine):
         group = group_shape(unit=unit, ring=ring, select=select, **shape)
         bench = TransferBench(
             *(subject.make, group, subject.tier.device, subject.tier.impl),
-            layout=layout,
             seed=seed,
         )
         self.cache = TokenCache(bench, seed)

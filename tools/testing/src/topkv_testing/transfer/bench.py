@@ -110,7 +110,6 @@ class TransferBench:
         group: the group.
         device: where the buffer is; the host pool is pinned when that is a GPU.
         impl: ``"reference"`` or ``"triton"``.
-        layout: of the host pool.
         seed: of page table and bytes.
         pool: uint8 memory to take for the host pool, at least as large as it needs.
     """
@@ -121,7 +120,6 @@ class TransferBench:
         group: GroupShape,
         device: torch.device,
         impl: str,
-        layout: str = "page_head",
         seed: int = 0,
         pool: Tensor | None = None,
     ) -> None:
@@ -129,7 +127,7 @@ class TransferBench:
         self.generator = torch.Generator().manual_seed(seed)
         pages = -(-group.max_units // group.units_per_page)
         self.num_pages = 1 + group.max_requests * pages
-        self.store = self._store(layout, pool, impl)
+        self.store = self._store(pool, impl)
         order = 1 + torch.randperm(self.num_pages - 1, generator=self.generator)
         self.pages = order.view(group.max_requests, pages)
         self._page_lists: list[list[int]] = self.pages.tolist()
@@ -156,13 +154,13 @@ class TransferBench:
         }
         self.plan = Plan(**self._plan)
 
-    def _store(self, layout: str, pool: Tensor | None, impl: str) -> GroupStore:
+    def _store(self, pool: Tensor | None, impl: str) -> GroupStore:
         group = self.group
         if group.residency == "resident":
             store = GroupStore.on_device(group, self.num_pages, self.device)
             store.pool.copy_(self._random_bytes(store.pool.numel()))
             return store
-        (strides,), size = lay_out([group], layout, self.num_pages)
+        (strides,), size = lay_out([group], self.num_pages)
         if pool is None:
             pool = self._random_bytes(size)
             if self.device.type == "cuda":

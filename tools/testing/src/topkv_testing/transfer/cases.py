@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from topkv.kv.layout import LAYOUTS
 from topkv_testing import strategies
 from topkv_testing.kit import Subject
 from topkv_testing.transfer.bench import TransferBench, group_shape
@@ -17,11 +16,10 @@ from topkv_testing.transfer.token_cache import TokenCache
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def bench_of(subject: Subject, layout: str = "page_head", seed: int = 0, **shape: Any) -> Any:
+def bench_of(subject: Subject, seed: int = 0, **shape: Any) -> Any:
     """A bench with the engine under test; ``shape`` as in ``group_shape``."""
     return TransferBench(
         *(subject.make, group_shape(**shape), subject.tier.device, subject.tier.impl),
-        layout=layout,
         seed=seed,
     )
 
@@ -37,7 +35,6 @@ def shapes(draw: Callable[..., Any], tier: str) -> dict[str, Any]:
     unit = draw(st.sampled_from([1, 2, 4]))
     wide = unit > 1  # entries are whole words of 16 bytes
     return {
-        "layout": draw(st.sampled_from(LAYOUTS)),
         "seed": draw(strategies.seeds()),
         "select": select,
         "slots": select + draw(st.integers(0, 4)),

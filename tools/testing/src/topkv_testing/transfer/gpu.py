@@ -41,7 +41,7 @@ def check_far_addresses(subject: Subject, host_format: str = "model") -> None:
     shape |= {"lane_heads": 1, "layers": 1, "requests": REQUESTS, "select": 4, "ring": 2}
     group = group_shape(slots=slots - 2, units=slots, page_units=1, **shape)
     assert group.entry_bytes == (256 << 10) * dtype.itemsize
-    _, size = lay_out([group], "page_head", 1 + REQUESTS * slots)
+    _, size = lay_out([group], 1 + REQUESTS * slots)
     memory = HostMemory(size, device)
     try:
         bench = TransferBench(

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.kv.layout import LAYOUTS
 from topkv_testing import strategies
 from topkv_testing.kit import KitTests, Subject, examples
 from topkv_testing.models.host_formats import CODED, formats_of
@@ -52,7 +51,6 @@ class MoveTests(KitTests):
             st.sampled_from([1, 2, 4]),
             st.lists(st.tuples(st.integers(1, 16), st.booleans()), min_size=3, max_size=3),
             st.permutations([0, 1, -1]),
-            st.sampled_from(LAYOUTS),
             st.sampled_from([1, 2]),
         )
         def check(
@@ -60,7 +58,6 @@ class MoveTests(KitTests):
             unit: int,
             states: list[tuple[int, bool]],
             slots: list[int],
-            layout: str,
             planes: int,
         ) -> None:
             dense = residency != "sparse"
@@ -68,7 +65,7 @@ class MoveTests(KitTests):
             shape["planes"] = planes
             if dense:
                 shape |= {"lane_heads": 1, "heads_per_lane": 2, "page_units": 1}
-            bench = bench_of(subject, layout=layout, **shape)
+            bench = bench_of(subject, **shape)
             bench.put(
                 [
                     Row(slot, length, length, appended) if slot >= 0 else Row(appended=appended)
@@ -91,10 +88,9 @@ class MoveTests(KitTests):
                 min_size=3,
                 max_size=3,
             ),
-            st.sampled_from(LAYOUTS),
         )
-        def check(unit: int, slots: list[int], states: list[Any], layout: str) -> None:
-            bench = bench_of(subject, layout=layout, unit=unit, slots=8, units=16)
+        def check(unit: int, slots: list[int], states: list[Any]) -> None:
+            bench = bench_of(subject, unit=unit, slots=8, units=16)
             ring = bench.store.buffer[:, :, 8:]
             ring.copy_(random_tokens(ring.shape, ring.dtype, bench.generator))
             rows = [
@@ -184,17 +180,14 @@ class MoveTests(KitTests):
             st.sampled_from(DTYPES),
             st.sampled_from([4, 12, 16, 48]),
             st.sampled_from([1, 2, 4]),
-            st.sampled_from(LAYOUTS),
             st.booleans(),
             strategies.seeds(),
         )
-        def check(
-            dtype: torch.dtype, dim: int, unit: int, layout: str, resident: bool, seed: int
-        ) -> None:
+        def check(dtype: torch.dtype, dim: int, unit: int, resident: bool, seed: int) -> None:
             while 2 * unit * dim * dtype.itemsize % 16:
                 unit *= 2
             shape: dict[str, Any] = {"dtype": dtype, "dim": dim, "unit": unit, "seed": seed}
-            shape |= {"host_format": CODED, "layout": layout, "heads_per_lane": 2}
+            shape |= {"host_format": CODED, "heads_per_lane": 2}
             cache = cache_of(subject, slots=4, requests=2, units=16, **shape)
             cache.begin(1, resident)
             cache.prefill(1, 8 * unit + unit // 2)
@@ -215,7 +208,7 @@ class MoveTests(KitTests):
 
     def test_dense_layers_store_and_fetch(self, subject: Subject) -> None:
         dense = ("resident", "streamed")
-        for residency, layout, planes in itertools.product(dense, LAYOUTS, (1, 2)):
+        for residency, planes in itertools.product(dense, (1, 2)):
             shape: dict[str, Any] = {
                 "planes": planes,
                 "residency": residency,
@@ -223,7 +216,7 @@ class MoveTests(KitTests):
                 "page_units": 1,
                 "units": 6,
             }
-            bench = bench_of(subject, layout=layout, lane_heads=1, heads_per_lane=2, **shape)
+            bench = bench_of(subject, lane_heads=1, heads_per_lane=2, **shape)
             tokens = random_tokens((21, 2, planes, 4), torch.float32, bench.generator)
             for start, end in ((0, 6), (6, 7), (7, 21)):
                 with bench.touching(layers=[1], pages_of=[2]):
