@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from attrs import frozen
 
 from topkv.assembly.assembly import Plugins, Tensors, make_plugins
 from topkv.config import LoweredConfig
@@ -13,9 +14,18 @@ from topkv.memory.manager import SparseKVCacheManager
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.report import MemoryReport, TransferReport, count_transfers
-from topkv.requests.admission import Admission, admission
 from topkv.requests.checks import check_held, check_idle, check_replaced, check_reserve
 from topkv.requests.requests import Requests
+
+
+@frozen
+class Admission:
+    """Answer of ``can_admit``: truthy when there is room, else with the reasons."""
+
+    reasons: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.reasons
 
 
 class BetweenForwards:
@@ -27,7 +37,6 @@ class BetweenForwards:
     forward: Forward | None = None
     _plugins: Plugins
     _tensors: Tensors
-    _manager: SparseKVCacheManager | None = None  # the manager, once it is made
 
     @classmethod
     def required_bytes(
@@ -52,10 +61,19 @@ class BetweenForwards:
         self.requests.add_pages(slot, pages)
 
     def request_replace_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Let a request hold other pages of an engine, see ``Requests.replace_pages``."""
+        """Let a request hold other pages of an engine in place of full ones, from its page
+        ``first`` on.
+
+        An engine whose prefix cache has found the same tokens twice keeps one of both. Keys,
+        values and representations of the pages are those of the same first tokens, so buffers and
+        maps stay as they are. The old pages are let go.
+
+        Raises:
+            RequestError: the ids are not the engine's to give out; nothing has changed.
+        """
         check_idle(self.forward, "request_replace_pages")
         check_replaced(self.requests, slot, first, pages)
-        self.requests.replace_pages(slot, first, pages)
+        self.requests.pages.replace(slot, first, pages)
 
     def request_end(self, slot: int) -> None:
         """Give back everything that the request holds; also for abort.
@@ -74,14 +92,31 @@ class BetweenForwards:
         return int(self.requests.length[slot])
 
     def can_admit(self, tokens: int, requests: int = 1) -> Admission:
-        """Check whether ``requests`` new requests of ``tokens`` tokens each would find room."""
-        return admission(self.requests, tokens, requests)
+        """Check whether ``requests`` new requests of ``tokens`` tokens each would find room.
+
+        What can run out are slots and pages: all else is allocated for ``max_requests`` and
+        ``max_tokens`` when the coordinator is made.
+        """
+        held, limit, reasons = self.requests, self.config.max_request_tokens, []
+        if requests > held.free:
+            reasons.append(f"{requests} request slots are needed and {held.free} are free")
+        if tokens > limit:
+            reasons.append(f"{tokens} tokens exceed max_request_tokens = {limit}")
+        pages, free = requests * held.pages.needed(tokens), self.manager.host.free
+        if pages > free:
+            reasons.append(f"{pages} host pages are needed and {free} are free")
+        return Admission(tuple(reasons))
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Lease the pages for ``tokens`` further tokens now; see ``Requests.reserve``."""
+        """Lease the pages for ``tokens`` further tokens now.
+
+        Raises:
+            HostMemoryError: they are not to be had; the request is as it was.
+            RequestError: an algorithm has no room for the tokens after the prompt.
+        """
         check_idle(self.forward, "reserve")
         check_reserve(self.requests, slot, tokens)
-        self.requests.reserve(slot, tokens)
+        self.requests.pages.lease([(slot, int(self.requests.length[slot]) + tokens)])
 
     def rollback(self, slot: int, length: int) -> None:
         """Take back the newest tokens, as far as the ring reaches; see ``Requests.rollback``."""
@@ -118,5 +153,5 @@ class BetweenForwards:
 
     def close(self) -> None:
         """Unregister the host memory. Idempotent."""
-        if self._manager is not None:
-            self._manager.close()
+        if "manager" in vars(self):  # it is not while a coordinator is refused
+            self.manager.close()

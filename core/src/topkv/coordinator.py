@@ -21,6 +21,7 @@ from topkv.assembly.stages import bind_stages
 from topkv.between import BetweenForwards
 from topkv.config import LoweredConfig
 from topkv.decode.layers import Forward, LayerPath
+from topkv.decode.selectors import Own
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
 from topkv.observers import Observers
 from topkv.ops.chunk_attention import add_sinks
@@ -76,7 +77,7 @@ class SparseCoordinator(BetweenForwards):
         self._plugins = plugins = make_plugins(registry, config)
         self.specs = plugins.specs
         self._tensors = tensors = allocate(config, plugins)
-        self.manager = self._manager = tensors.manager
+        self.manager = tensors.manager
         self.lanes, self.step = tensors.lanes, tensors.uploader.step
         self.transfers, self.layers = connect(registry, config, plugins, tensors)
         self.requests = Requests(
@@ -87,7 +88,7 @@ class SparseCoordinator(BetweenForwards):
             generated=plugins.least("generated"),
             undo=plugins.least("undo"),
             shares_prefixes=all(spec.prefix == "pages" for spec in plugins.specs if spec),
-            selectors=[path.selector for path in self.layers if path.selector],
+            selectors=[each.selector for each in self.layers if isinstance(each.selector, Own)],
         )
         self.prefill = Prefill(self.config, self.requests, self.layers)
         sparse = [path for path in self.layers if path.selector]
@@ -171,6 +172,8 @@ class SparseCoordinator(BetweenForwards):
         forward.called.add(layer)
         check_rows(forward, self.model, q, k, v)
         path = self.layers[layer - self.model.first_layer]
+        if path.selector:
+            path.selector.check_index(index)
         if out is None:
             out = q.new_empty((*q.shape[:-1], self.model.out_dim))
         batch = len(forward.rows)
@@ -248,8 +251,8 @@ class SparseCoordinator(BetweenForwards):
         forward = self.forward
         if forward is None:
             return
-        for join in (self.prefill.join, *(lanes.side.join for lanes in self.lanes)):
-            join()
+        self.prefill.join()
+        self._join()
         self.requests.abort(forward)
         self._close(forward)
 
@@ -300,10 +303,14 @@ class SparseCoordinator(BetweenForwards):
                 if path.selector:
                     path.loads.load(path.loads.plan(path.selector.warm()))
         except BaseException:
-            for lanes in self.lanes:
-                lanes.side.join()
+            self._join()
             self.requests.restore_all(slots)  # maps may name units that were never loaded
             raise
+
+    def _join(self) -> None:
+        """Let the current stream wait for all loads that were begun."""
+        for lanes in self.lanes:
+            lanes.side.join()
 
     def _upload(self, rows: np.ndarray, appended: np.ndarray) -> None:
         self.requests.upload(rows, appended)

@@ -6,7 +6,9 @@ it. Where several things are wrong at once, all of them are in one error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 CONFIG_REFUSED = "the configuration is refused; nothing was allocated"
 """Head of the errors of configurations that nobody has acted on."""
@@ -16,6 +18,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an error says that memory ran out; on a CPU torch has no type for it."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "allocate memory" in str(error)
+
+
+@contextmanager
+def undone_by(call: Callable[..., Any], *args: Any) -> Iterator[None]:
+    """Call a function where the block raises, which then goes on; an interrupt counts too."""
+    try:
+        yield
+    except BaseException:
+        call(*args)
+        raise
 
 
 class TopkvError(Exception):

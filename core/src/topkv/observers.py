@@ -59,11 +59,9 @@ class Observers:
         """
         if not self.named:
             return
-        slots = tuple(forward.rows.tolist())
-        live = [slot for slot in slots if slot >= 0]
-        stores = self._requests.manager.stores
+        stores, live = self._requests.manager.stores, forward.live.tolist()
         report = ForwardReport(
-            slots,
+            tuple(forward.rows.tolist()),
             forward.prompt_tokens,
             transfers=partial(count_transfers, stores, live),
             totals=partial(count_transfers, stores),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 
-from topkv.assembly.pairing import pair_reasons
 from topkv.assembly.stages import make_stages
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.config.stages import Named
@@ -16,7 +15,7 @@ from topkv.decode.lanes import LaneBuffers
 from topkv.decode.layers import LayerPath
 from topkv.decode.loads import bind_loads
 from topkv.decode.selectors import Own, Selector
-from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError
+from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError, undone_by
 from topkv.hooks.algorithm import Algorithm, AlgorithmSetup, AlgorithmSpec
 from topkv.hooks.backend import Backend, BackendSetup
 from topkv.hooks.eviction import Eviction, EvictionSetup
@@ -65,24 +64,18 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
         DeviceMemoryError: their scratch does not fit.
     """
     model, device, impl = config.model, config.device, config.impl
-
-    def backend(group: LoweredGroup) -> Backend:
-        shape, most, heads = group.shape, config.max_requests, model.group_size
-        setup = BackendSetup(model, shape, device, most, heads, group.options)
-        made: Backend = registry.create("backend", config.backend, setup, impl)
-        return made
-
     keeper: Keeper | None = None
     if isinstance(config.pages, Named):
         asked = KeeperSetup(config.pages.params, config, registry)
         keeper = registry.create("keeper", config.pages.name, asked)
     algorithms = [_make_algorithm(registry, config, group) for group in config.groups]
-    backends = [backend(group) for group in config.groups]
+    sizes = device, config.max_requests, model.group_size
+    setups = [BackendSetup(model, group.shape, *sizes, group.options) for group in config.groups]
+    backends = [registry.create("backend", config.backend, setup, impl) for setup in setups]
     reasons = []
     for group, algorithm, reads in zip(config.groups, algorithms, backends, strict=True):
         if algorithm is not None:
-            names = (str(group.algorithm), config.backend)
-            reasons += pair_reasons(algorithm, reads, names, group)
+            reasons += _pair_reasons(algorithm, reads, config.backend, group)
     if reasons:
         raise ConfigError(CONFIG_REFUSED, reasons)
     specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]
@@ -109,6 +102,37 @@ def _make_algorithm(
     return stages.behind(registry.create("algorithm", group.algorithm, setup, config.impl))
 
 
+def _pair_reasons(
+    algorithm: Algorithm, backend: Backend, named: str, group: LoweredGroup
+) -> list[str]:
+    """Reasons against an algorithm with the backend ``named`` that only instances can give."""
+    reasons, name = [], group.algorithm
+    if has_hook(algorithm, "correct") and (group.regrained or group.indexed):
+        reasons.append(
+            f"{name} selects single tokens of units that are attended whole, and what is "
+            "corrected for (correct) is what no attended unit holds; leave that stage out, or "
+            "set unit to 1"
+        )
+    if has_hook(algorithm, "retrieve_prompt") and not has_hook(backend, "prefill_selected"):
+        reasons.append(
+            "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
+            f"{named} has no prefill_selected; choose another backend"
+        )
+    if has_hook(algorithm, "correct") and group.selecting != group.shape.layers:
+        reasons.append(
+            f"{name} corrects what was attended (correct), by what it keeps of every layer, "
+            "and some layers share a selection and keep nothing; leave one of the two out"
+        )
+    least = algorithm.spec().ring_tokens
+    ring = group.selected_as.ring_slots * group.selected_as.unit
+    if ring < least:
+        reasons.append(
+            f"{name} reads a ring of at least {least} tokens, got {ring}; raise "
+            f"ring_tokens to {least}"
+        )
+    return reasons
+
+
 class Tensors:
     """All tensors of a coordinator that are not scratch of plugins.
 
@@ -127,11 +151,8 @@ class Tensors:
         pool = plugins.keeper.host_pool() if plugins.keeper else HostKVPool
         keeps_state = has_hook(plugins.eviction, "new_state")
         self.manager = SparseKVCacheManager(config, plugins.specs, device, pool, keeps_state)
-        try:
+        with undone_by(self.manager.close):
             self._allocate(config, plugins, device)
-        except BaseException:
-            self.manager.close()
-            raise
 
     def _allocate(self, config: LoweredConfig, plugins: Plugins, device: torch.device) -> None:
         self.uploader = StepUploader(
@@ -145,31 +166,20 @@ class Tensors:
             for index in range(len(config.groups))
         ]
         self.views: dict[int, tuple[LayerView, Selector | None]] = {}
-        for index, lanes in enumerate(self.lanes):
+        for index, algorithm in enumerate(plugins.algorithms):
             for view, selecting in self.manager.layer_views(index, self.uploader.step):
-                selector = _selector(config, index, selecting, plugins.algorithms[index], lanes)
+                selector: Selector | None = None
+                if algorithm and view.layer in config.groups[index].selecting:
+                    selector = Own(config, selecting, self.lanes[index], algorithm)
+                elif algorithm:
+                    selects_prompts = has_hook(algorithm, "retrieve_prompt")
+                    selector = Selector(selecting, self.lanes[index], selects_prompts)
                 self.views[view.layer] = (view, selector)
 
     def memory(self, plugins: Plugins) -> MemoryReport:
         """Bytes of these tensors and of the scratch of plugins."""
         holders = [self.lanes, self.views, plugins.algorithms, plugins.backends]
         return count_memory(self.manager, self.uploader, holders)
-
-
-def _selector(
-    config: LoweredConfig,
-    index: int,
-    view: LayerView,
-    algorithm: Algorithm | None,
-    lanes: LaneBuffers,
-) -> Selector | None:
-    """The selector of a layer; None in a dense one."""
-    group = config.groups[index]
-    if algorithm is None:
-        return None
-    if view.layer not in group.selecting:
-        return Selector(view, lanes, has_hook(algorithm, "retrieve_prompt"))
-    return Own(config, view, lanes, algorithm, group.indexed)
 
 
 def allocate(config: LoweredConfig, plugins: Plugins) -> Tensors:

@@ -180,9 +180,11 @@ class Staged:
         links: the stages, at least one.
     """
 
+    construct: Any
+    update: Any
+    correct: Any = None
     settle: Any = None
     truncated: Any = None
-    correct: Any = None
     retrieve_prompt: Any = None
 
     def __init__(self, algorithm: Algorithm, group: GroupShape, links: Sequence[Link]) -> None:
@@ -201,11 +203,13 @@ class Staged:
                 "the algorithm selects for the rows of a prompt too (retrieve_prompt), and stages "
                 "refine the selections of decode steps alone; leave stages out"
             )
-        correcting = [
-            place
-            for place, each in enumerate([algorithm, *(link.stage for link in links)], -1)
-            if has_hook(each, "correct")
-        ]
+        self._views: dict[int, list[LayerView]] = {}
+        for hook in ("settle", "truncated", "retrieve_prompt"):
+            self._hand_on(hook, [-1])
+        everybody = range(-1, len(links))
+        for hook in ("construct", "update"):
+            self._hand_on(hook, everybody)
+        correcting = self._hand_on("correct", everybody)
         if len(correcting) > 1:
             refused.append(
                 "what was not attended is corrected for more than once, by the stages "
@@ -214,19 +218,21 @@ class Staged:
         refused += self._order_refusals()
         if refused:
             raise ConfigError(CONFIG_REFUSED, refused)
-        if correcting:
-            self.correct = self._hook_of(correcting[0], "correct")
-        for hook in ("settle", "truncated", "retrieve_prompt"):
-            if has_hook(algorithm, hook):
-                setattr(self, hook, self._hook_of(-1, hook))
-        self._constructing = [link for link in links if has_hook(link.stage, "construct")]
-        self._updating = [link for link in links if has_hook(link.stage, "update")]
-        self._views: dict[int, list[LayerView]] = {}
 
-    def _hook_of(self, place: int, hook: str) -> Callable[..., None]:
-        """Return a hook of stage ``place``, -1 for the algorithm, with its own view of layers."""
-        owner = self.links[place].stage if place >= 0 else self.algorithm
-        return lambda layer, *given: getattr(owner, hook)(self._seen(layer)[place], *given)
+    def _hand_on(self, hook: str, places: Iterable[int]) -> list[int]:
+        """Have a hook that is called hand on to the stages at these places, -1 for the algorithm,
+        each with its own view of a layer. Return the places that have it."""
+        owners = [*(link.stage for link in self.links), self.algorithm]
+        found = [place for place in places if has_hook(owners[place], hook)]
+
+        def call(layer: LayerView, *given: Any) -> None:
+            views = self._seen(layer)
+            for place in found:
+                getattr(owners[place], hook)(views[place], *given)
+
+        if found:
+            setattr(self, hook, call)
+        return found
 
     def _order_refusals(self) -> list[str]:
         """Return reasons of stages whose candidates have no scores, or another order."""
@@ -256,27 +262,11 @@ class Staged:
         pools, prefix = (*self._spec.representations, *own), self._spec.prefix
         return evolve(self._spec, representations=pools, prefix="none" if alone else prefix)
 
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        *views, own = self._seen(layer)
-        self.algorithm.construct(own, slot, start, k, v, q, lse)
-        for link, view in zip(self.links, views, strict=True):
-            if link in self._constructing:
-                link.stage.construct(view, slot, start, k, v, q, lse)
-
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        *views, own = self._seen(layer)
-        self.algorithm.update(own, k, v)
-        for link, view in zip(self.links, views, strict=True):
-            if link in self._updating:
-                link.stage.update(view, k, v)
-
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
     ) -> Selection:
         *views, own = self._seen(layer)
-        rooms, stages = list[Selection](), list[tuple[Stage, LayerView]]()
+        rooms, stages = [], []
         for link, view in zip(self.links, views, strict=True):
             if link.candidates is not None:
                 rooms.append(_narrowed(link.candidates, len(out.ids)))

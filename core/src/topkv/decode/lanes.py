@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
+from attrs import astuple
 from torch import Tensor
 
 from topkv.config import LoweredConfig
-from topkv.decode.plans import Plans
 from topkv.decode.streams import SideStream
 from topkv.kv.step import StepUploader
 from topkv.ops.chunk_attention import Chosen
-from topkv.types import Selection, Tables
+from topkv.types import Plan, Selection, Tables
 
 
 class LaneBuffers:
@@ -20,7 +20,8 @@ class LaneBuffers:
         room: memory for a selection.
         selection: of the layer that selected last.
         limit: int32 ``[B]`` selectable units.
-        plans: of the layers whose loads are on their way at once.
+        plans: of the layers whose loads are on their way at once: a layer that selects for
+            itself has one, and so has each that shares with it.
         side: the stream that loads ahead, see ``topkv.decode.loads``.
         tables: page table and lengths, see ``topkv.types.Tables``.
         lse: fp32 ``[B, 1, H]``.
@@ -46,8 +47,12 @@ class LaneBuffers:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._ids = ints(lanes, group.select)
-        self._plans, self.side = Plans(lowered, lanes, device), SideStream(device)
+        units = (lanes, group.select)
+        self._ids, self.side = ints(*units), SideStream(device)
+        self._plans = [
+            Plan(ints(*units), ints(lanes), ints(*units), ints(*units), ints(lanes))
+            for _ in range(max(map(len, lowered.turns), default=0))
+        ]
         self._table = ints(lanes, width)
         self._lengths = ints(lanes)
         lse = (max_batch, 1, model.num_heads)
@@ -75,5 +80,7 @@ class LaneBuffers:
         self.tables = Tables(self._table[:lanes], lengths)
         self.packed = None if self._packed is None else self._packed[:, :batch].unbind()
         self.limit = self.uploader.limits[self.index]
-        self.plans = self._plans.narrow(lanes)
+        self.plans = [
+            Plan(*(each[:lanes] for each in astuple(plan, recurse=False))) for plan in self._plans
+        ]
         self._batch = batch

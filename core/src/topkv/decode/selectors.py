@@ -1,12 +1,8 @@
 """Selectors: one for each sparse layer, bound to it when a coordinator is put together.
 
-The decode path calls ``select``, which returns the selection, of one of:
-
-* ``Own``: the layer's algorithm, where it selects for itself,
-* ``Selector``: a layer before it, where the layer shares, or the model's indexer leaves it out.
-
-Selectors also represent prompts, and keep the last query of each, by which the buffer is warmed
-when the prompt turns to decode.
+``Own`` asks the algorithm of a layer that selects for itself. It also represents prompts, and
+keeps the last query of each, by which the buffer is warmed when the prompt turns to decode.
+``Selector`` serves a layer that shares, or that the model's indexer leaves out.
 """
 
 from __future__ import annotations
@@ -27,22 +23,24 @@ class Selector:
     """Base of all selectors, and the selector of a layer that shares.
 
     Such a layer uses the selection of the last layer of its group that selected, which ``lanes``
-    still hold. It keeps nothing of a request, so most of this does nothing.
+    still hold. It keeps nothing of a request.
 
     Args:
         view: the layer in the units of the algorithm, see ``LoweredGroup.selected_as``.
         lanes: buffers of its group, which keep the last selection.
         selects_prompts: True if prompt chunks attend to a selection too.
-
-    Attributes:
-        settles: True if ``settle`` does anything.
-        settle_whole: True if ``settle`` wants the history from position 0.
     """
-
-    settles = settle_whole = False
 
     def __init__(self, view: LayerView, lanes: LaneBuffers, selects_prompts: bool) -> None:
         self.view, self.lanes, self.selects_prompts = view, lanes, selects_prompts
+
+    def check_index(self, index: Index | None) -> None:
+        """Refuse an index where the layer has none, or the lack of one. Hot."""
+        if index is not None:
+            raise RequestError(
+                f"layer {self.view.layer} was given an index, and the model's indexer leaves it "
+                "out; add the layer to IndexerShape.layers, or pass None"
+            )
 
     def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> Selection:
         """Follow the new token of each row and return the units selected for it. Hot.
@@ -52,59 +50,24 @@ class Selector:
             k, v: ``[B, Hkv, D]``.
             index: index of the rows, where the algorithm selects by the model's indexer.
         """
-        self._refuse(index)
         return self.lanes.selection
 
     def correct(self, selection: Selection, q: Tensor, out: Tensor, lse: Tensor) -> None:
         """Correct ``out [B, 1, H, Dv]`` and ``lse [B, 1, H]`` for what was not attended. Hot."""
 
-    def construct(
-        self,
-        slot: int,
-        start: int,
-        k: Tensor,
-        v: Tensor,
-        q: Tensor,
-        lse: Tensor,
-        index: Index | None,
-    ) -> None:
-        """Represent a prompt chunk. Cold.
-
-        Args:
-            start: position of the first key, on a boundary of the algorithm's units.
-            k, v: ``[m, Hkv, D]`` of the open unit, if it holds tokens, and of the chunk.
-            q: ``[c, H, D]`` of the chunk, the last c positions.
-            lse: fp32 ``[c, H]``, empty before attention.
-        """
-        self._refuse(index)
-
     def select_prompt(
         self, slot: int, start: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None
     ) -> Chosen | None:
         """Represent a chunk and return what its rows see; None where they see everything. Cold."""
-        self._refuse(index)
         return self.lanes.prompts[slot]
 
     def warm(self) -> Selection:
         """Select by the last query of each row's prompt. The rows append nothing."""
         return self.lanes.selection
 
-    def settle(self, slot: int, since: int, length: int, history: History) -> None:
-        """Close a prompt or a period. Cold."""
-
-    def truncated(self, slot: int, length: int) -> None:
-        """Follow a request that has lost its tokens from ``length`` on. Cold."""
-
     def kept(self) -> dict[str, Tensor]:
         """Return the tensors that are kept for ``warm``: a row for each request, by slot."""
         return {}
-
-    def _refuse(self, index: Index | None) -> None:
-        if index is not None:
-            raise RequestError(
-                f"layer {self.view.layer} was given an index, and the model's indexer leaves it "
-                "out; add the layer to IndexerShape.layers, or pass None"
-            )
 
 
 class Own(Selector):
@@ -114,32 +77,38 @@ class Own(Selector):
         config: sizes.
         view, lanes: as of ``Selector``.
         algorithm: the algorithm of its group.
+
+    Attributes:
         indexed: the algorithm selects by the model's indexer, not by its queries and keys.
+        settles: True if ``settle`` does anything.
+        settle_whole: True if ``settle`` wants the history from position 0.
     """
 
     def __init__(
-        self,
-        config: LoweredConfig,
-        view: LayerView,
-        lanes: LaneBuffers,
-        algorithm: Algorithm,
-        indexed: bool,
+        self, config: LoweredConfig, view: LayerView, lanes: LaneBuffers, algorithm: Algorithm
     ) -> None:
         super().__init__(view, lanes, has_hook(algorithm, "retrieve_prompt"))
-        self.algorithm, self.indexed = algorithm, indexed
-        # Rows of a prompt list the unit that they are in, which steps are given by the core.
         group = config.groups[lanes.index]
+        self.algorithm, self.indexed = algorithm, group.indexed
+        # Rows of a prompt list the unit that they are in, which steps are given by the core.
         self.width = view.group.select + (group.tail == "forced" and not group.regrained)
         self.settles = has_hook(algorithm, "settle")
         self._corrects = has_hook(algorithm, "correct")
         self.settle_whole = algorithm.spec().settle_whole
         model, requests, device = config.model, config.max_requests, view.step.slots.device
         heads, dim, self._last_weights = model.num_heads, model.head_dim, None
-        if indexed and model.indexer is not None:
+        if group.indexed and model.indexer is not None:
             heads, dim = model.indexer.num_heads, model.indexer.head_dim
             weights = torch.zeros((requests, heads), dtype=torch.float32, device=device)
             self._last_weights = weights
         self._last_queries = torch.zeros((requests, heads, dim), dtype=model.dtype, device=device)
+
+    def check_index(self, index: Index | None) -> None:
+        if self.indexed and index is None:
+            raise RequestError(
+                f"layer {self.view.layer} was given no index and selects by it; hand over what "
+                "the model's indexer made of the rows"
+            )
 
     def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> Selection:
         queries, keys, weights = self._inputs(q, k, index)
@@ -161,6 +130,14 @@ class Own(Selector):
         lse: Tensor,
         index: Index | None,
     ) -> None:
+        """Represent a prompt chunk. Cold.
+
+        Args:
+            start: position of the first key, on a boundary of the algorithm's units.
+            k, v: ``[m, Hkv, D]`` of the open unit, if it holds tokens, and of the chunk.
+            q: ``[c, H, D]`` of the chunk, the last c positions.
+            lse: fp32 ``[c, H]``, empty before attention.
+        """
         queries, keys, weights = self._inputs(q, k, index)
         self.algorithm.construct(self.view, slot, start, keys, v, queries, lse)
         self._last_queries[slot] = queries[-1]
@@ -190,9 +167,11 @@ class Own(Selector):
         return self._retrieve(queries, weights)
 
     def settle(self, slot: int, since: int, length: int, history: History) -> None:
+        """Close a prompt or a period. Cold."""
         self.algorithm.settle(self.view, slot, since, length, history)
 
     def truncated(self, slot: int, length: int) -> None:
+        """Follow a request that has lost its tokens from ``length`` on. Cold."""
         if has_hook(self.algorithm, "truncated"):
             self.algorithm.truncated(self.view, slot, length)
 
@@ -204,13 +183,8 @@ class Own(Selector):
         self, q: Tensor, k: Tensor, index: Index | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries, keys and weights that the algorithm is given."""
-        if not self.indexed:
+        if not self.indexed or index is None:
             return q, k, None
-        if index is None:
-            raise RequestError(
-                f"layer {self.view.layer} was given no index and selects by it; hand over what "
-                "the model's indexer made of the rows"
-            )
         return index.q, index.k.unsqueeze(1), index.weights
 
     def _retrieve(self, queries: Tensor, weights: Tensor | None) -> Selection:

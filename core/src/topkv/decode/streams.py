@@ -12,15 +12,6 @@ URGENT = -1
 """Priority of a stream whose work starts before what other streams have queued already."""
 
 
-def mark_of(device: torch.device) -> torch.cuda.Event | None:
-    """Record all work of the current stream, for a thread that waits; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 class SideStream:
     """Device work that runs beside the current stream's. The host never waits for it.
 

@@ -12,6 +12,7 @@ import torch
 from attrs import evolve
 
 from topkv.config import LoweredConfig
+from topkv.errors import undone_by
 from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.kv.engine_pages import EngineKVPool
 from topkv.kv.host_pool import HostKVPool
@@ -50,11 +51,8 @@ class SparseKVCacheManager:
         on_host = [group for group in self.groups if group.residency != "resident"]
         pool = EngineKVPool if config.pages == "engine" else host_pool
         self.host = pool(on_host, config.num_pages, device, config.host_file)
-        try:
+        with undone_by(self.close):
             self._allocate(specs, keeps_state)
-        except BaseException:
-            self.close()
-            raise
 
     def _allocate(self, specs: Sequence[AlgorithmSpec | None], keeps_state: bool) -> None:
         config, device, layouts = self.config, self.device, iter(self.host.layouts)

@@ -23,7 +23,7 @@ class RepresentationPools:
         specs: one for each pool.
         num_pages: pages of the host pool.
         device: where the pools are.
-        layers: layers of the group that keep something; all by default.
+        layers: layers of the group that keep something.
     """
 
     def __init__(
@@ -32,11 +32,9 @@ class RepresentationPools:
         specs: Sequence[RepresentationSpec],
         num_pages: int,
         device: torch.device,
-        layers: Sequence[int] | None = None,
+        layers: Sequence[int],
     ) -> None:
-        self.group = group
-        self.layers = tuple(group.layers if layers is None else layers)
-        self.specs = tuple(specs)
+        self.group, self.layers, self.specs = group, tuple(layers), tuple(specs)
         keys = {
             "unit": num_pages * group.units_per_page,
             "token": num_pages * group.page_tokens,
@@ -48,6 +46,8 @@ class RepresentationPools:
             )
             for spec in self.specs
         }
+        self._paged = [self.pages(spec) for spec in self.specs if spec.grain != "request"]
+        self._slots = [self.pools[spec.name] for spec in self.specs if spec.grain == "request"]
 
     def of_layer(self, layer: int) -> dict[str, Tensor]:
         """Pools of a layer by name, ``[keys, *shape]``; empty for a layer that keeps nothing."""
@@ -67,23 +67,18 @@ class RepresentationPools:
         return pages
 
     def copy_page(self, source: int, target: int) -> None:
-        for spec in self.specs:
-            if spec.grain != "request":
-                pages = self.pages(spec)
-                pages[:, target] = pages[:, source]
+        for pages in self._paged:
+            pages[:, target] = pages[:, source]
 
     def poison_pages(self, pages: list[int]) -> None:
-        for spec in self.specs:
-            if spec.grain != "request":
-                for page in pages:
-                    self.pages(spec)[:, page].view(torch.uint8).fill_(POISON)
+        for pool in self._paged:
+            for page in pages:
+                pool[:, page].view(torch.uint8).fill_(POISON)
 
     def copy_slot(self, source: int, target: int) -> None:
-        for spec in self.specs:
-            if spec.grain == "request":
-                self.pools[spec.name][:, target] = self.pools[spec.name][:, source]
+        for pool in self._slots:
+            pool[:, target] = pool[:, source]
 
     def reset_slot(self, slot: int) -> None:
-        for spec in self.specs:
-            if spec.grain == "request":
-                self.pools[spec.name][:, slot] = 0
+        for pool in self._slots:
+            pool[:, slot] = 0

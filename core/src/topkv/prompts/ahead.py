@@ -12,6 +12,7 @@ from torch import Tensor
 from topkv.config import LoweredConfig
 from topkv.decode.layers import Chunk, LayerPath
 from topkv.decode.streams import URGENT, SideStream
+from topkv.errors import undone_by
 from topkv.prompts.history import Block
 
 PLACES = 2
@@ -79,12 +80,9 @@ class HistoryAhead:
         self._places = [
             torch.empty(size, dtype=torch.uint8, device=self.config.device) for _ in range(PLACES)
         ]
-        try:
+        with undone_by(self.end):
             for number in range(PLACES):
                 self._fetch_ahead(number)
-        except BaseException:
-            self.end()
-            raise
 
     def blocks(self, path: LayerPath, slot: int) -> Iterator[Block]:
         """The history of a chunk in a layer; a block is valid until the next one is asked for."""

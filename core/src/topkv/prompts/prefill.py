@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from topkv.config import LoweredConfig
 from topkv.decode.layers import Chunk, LayerPath
+from topkv.decode.selectors import Own
+from topkv.decode.streams import SideStream
 from topkv.ops.chunk_attention import add_sinks, chunk_attention
 from topkv.prompts.ahead import HistoryAhead
-from topkv.prompts.chunks import ChunkStore
-from topkv.prompts.history import StoredHistory
+from topkv.prompts.history import StoredHistory, open_unit
 from topkv.requests.requests import Requests
 from topkv.types import Index
 
@@ -26,13 +28,12 @@ class Prefill:
 
     Attributes:
         ahead: fetches the history of a forward's chunks.
-        chunks: stores and represents chunks behind attention.
     """
 
     def __init__(self, config: LoweredConfig, requests: Requests, paths: list[LayerPath]) -> None:
         self.config, self.requests = config, requests
         self.ahead = HistoryAhead(config, paths)
-        self.chunks = ChunkStore(config, requests)
+        self._offload = SideStream(config.device)
 
     def run(
         self,
@@ -63,10 +64,46 @@ class Prefill:
         if selector and selector.selects_prompts:
             chosen = selector.select_prompt(slot, start, q, k, v, index)
         result, lse = chunk_attention(path.backend, q, k, v, start, history, chosen)
-        self.chunks.keep(path, chunk, q, stored, lse, index)
+        self.keep(path, chunk, q, stored, lse, index)
         if sinks is not None:
             add_sinks(result, lse, sinks)
         out.copy_(result)
+
+    def keep(
+        self,
+        path: LayerPath,
+        chunk: Chunk,
+        q: Tensor,
+        stored: tuple[Tensor, Tensor],
+        lse: Tensor,
+        index: Index | None,
+    ) -> None:
+        """Store one chunk in one layer, and represent it, whoever has attended it.
+
+        Args:
+            q: ``[m, H, D]``.
+            stored: keys and values ``[m, Hkv, *]`` as the format of the layer encodes them.
+            lse: fp32 ``[m, H]`` of its attention.
+            index: of the rows, where the model has an indexer.
+        """
+        slot, selector, dtype = chunk.slot, path.selector, self.config.model.dtype
+        start = int(self.requests.length[slot])
+        if not isinstance(selector, Own) or selector.selects_prompts:  # before it attends
+            self._store(path, slot, start, *stored)
+            return
+        k, v = path.format.decode(*stored, dtype)
+        before_k, before_v = open_unit(path, selector.view.group.unit, slot, start, dtype)
+        self._store(path, slot, start, *stored)
+        if len(before_k):
+            k, v = torch.cat([before_k, k]), torch.cat([before_v, v])
+        selector.construct(slot, start - len(before_k), k, v, q, lse, index)
+
+    def _store(self, path: LayerPath, slot: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Send a chunk's keys and values to their pages, on the offload stream of a GPU."""
+        high = max(int(self.requests.high[slot]), start + len(k))
+        resident = bool(self.requests.resident[slot])
+        with self._offload.behind(k, v):
+            path.transfer.store_chunk(path.view, slot, start, k, v, high, resident)
 
     def settle(self, path: LayerPath, slot: int, since: int, length: int) -> None:
         """Call ``settle`` of a layer that selects for itself, with the history that it asks for.
@@ -76,7 +113,7 @@ class Prefill:
             length: tokens of the request.
         """
         selector, config = path.selector, self.config
-        if selector and selector.settles:
+        if isinstance(selector, Own) and selector.settles:
             whole, unit = selector.settle_whole, selector.view.group.unit
             first = 0 if whole else since - since % unit
             sizes = (config.prefill_block_tokens, config.model.dtype, config.device)
@@ -84,5 +121,5 @@ class Prefill:
 
     def join(self) -> None:
         """Let the current stream wait for the copies of a forward's chunks."""
-        self.chunks.join()
+        self._offload.join()
         self.ahead.end()

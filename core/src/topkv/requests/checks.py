@@ -1,4 +1,4 @@
-"""Checks of forwards and requests, which refuse before anything has changed."""
+"""Checks of forwards and requests, which raise RequestError before anything has changed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ from topkv.types import ModelShape
 
 
 def check_begin(forward: Forward, requests: Requests) -> None:
-    """Refuse slots without a request, slots or rows named twice, and tokens without room.
-
-    Raises:
-        RequestError: a slot is unknown or named twice, there are too many rows, a chunk has fewer
-            than 0 tokens or a wrong place, or an algorithm has no room for another token after the
-            prompt.
-    """
+    """Refuse slots without a request or named twice, too many rows, chunks of fewer than 0 tokens
+    or in a wrong place, and tokens after a prompt that an algorithm has no room for."""
     rows, most = forward.rows, requests.config.max_requests
     if len(rows) > most:
         raise RequestError(f"{len(rows)} decode rows exceed max_requests = {most}")
@@ -54,11 +49,7 @@ def check_idle(forward: Forward | None, call: str) -> None:
 
 
 def check_reserve(requests: Requests, slot: int, tokens: int) -> None:
-    """Refuse further tokens for which an algorithm has no room after the prompt.
-
-    Raises:
-        RequestError: it has none, or the slot holds no request.
-    """
+    """Refuse a slot without a request, and tokens that an algorithm has no room for."""
     requests.check(slot)
     if not requests.fresh[slot]:  # else they may all be prompt
         _check_generated(requests, np.asarray([slot]), tokens)
@@ -101,11 +92,8 @@ def _check_places(forward: Forward) -> None:
 
 
 def check_rows(forward: Forward, model: ModelShape, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse other shapes than those of the open forward: kernels would read or miss rows.
-
-    Raises:
-        RequestError: q is not ``[rows, H, D]``, or k or v not ``[rows, Hkv, D]``.
-    """
+    """Refuse other shapes than q ``[rows, H, D]``, k and v ``[rows, Hkv, D]`` of the open
+    forward: kernels would read or miss rows."""
     rows = forward.count
     queries = (rows, model.num_heads, model.head_dim)
     keys = (rows, model.num_kv_heads, model.head_dim)
@@ -117,15 +105,9 @@ def check_rows(forward: Forward, model: ModelShape, q: Tensor, k: Tensor, v: Ten
 
 
 def check_end(forward: Forward, model: ModelShape) -> None:
-    """Refuse to close a forward in which some layers have not appended their tokens.
-
-    Decode rows may have run in a graph, which calls nothing here.
-
-    Raises:
-        RequestError: layers are left out.
-    """
+    """Refuse to close a forward in which some layers have not appended their tokens."""
     if not (forward.called or forward.prompt_tokens):
-        return
+        return  # decode rows have run in a graph, which calls nothing here
     left_out = [layer for layer in model.layers if layer not in forward.attended]
     if left_out:
         raise RequestError(
@@ -135,12 +117,8 @@ def check_end(forward: Forward, model: ModelShape) -> None:
 
 
 def check_held(requests: Requests, pages: Sequence[int], length: int) -> None:
-    """Refuse tokens that pages cannot hold, or that an algorithm has to see.
-
-    Raises:
-        RequestError: length is not that of whole pages among these, or representations do not
-            come along with pages.
-    """
+    """Refuse tokens that do not fill whole ones of the pages, or that an algorithm has to see
+    because its representations do not come along with pages."""
     page = requests.config.page_tokens
     most = len(pages) * page
     if length % page or not 0 <= length <= most:
@@ -156,11 +134,7 @@ def check_held(requests: Requests, pages: Sequence[int], length: int) -> None:
 
 
 def check_replaced(requests: Requests, slot: int, first: int, pages: Sequence[int]) -> None:
-    """Refuse to replace pages that are not full, or not an engine's.
-
-    Raises:
-        RequestError: with the reason.
-    """
+    """Refuse to replace pages that are not full, not an engine's, or without representations."""
     requests.check(slot)
     full = int(requests.length[slot]) // requests.config.page_tokens
     if requests.config.pages != "engine":

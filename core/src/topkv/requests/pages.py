@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from topkv.config import LoweredConfig
-from topkv.errors import HostMemoryError, RequestError
+from topkv.errors import HostMemoryError, RequestError, undone_by
 from topkv.kv.step import StepUploader
 from topkv.memory.manager import SparseKVCacheManager
 
@@ -98,11 +98,8 @@ class PageTable:
         if index >= self.count[slot] or not host.shared(shared := int(self.table[slot, index])):
             return
         (copy,) = host.lease(1)
-        try:
+        with undone_by(host.release, [copy]):
             self.manager.copy_page(shared, copy)
-        except BaseException:
-            host.release([copy])
-            raise
         self.table[slot, index] = copy
         self._changed.add(slot)
         host.release([shared])

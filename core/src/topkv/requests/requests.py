@@ -13,8 +13,8 @@ import numpy as np
 
 from topkv.config import LoweredConfig
 from topkv.decode.layers import Forward
-from topkv.decode.selectors import Selector
-from topkv.errors import DeviceMemoryError, RequestError
+from topkv.decode.selectors import Own
+from topkv.errors import DeviceMemoryError, RequestError, undone_by
 from topkv.hooks.transfer import Transfer
 from topkv.kv.step import StepUploader
 from topkv.memory.manager import SparseKVCacheManager
@@ -32,7 +32,7 @@ class Requests:
         generated: most tokens that may follow a prompt.
         undo: most tokens that can be taken back.
         shares_prefixes: True if a request can take over the pages of another one's prompt.
-        selectors: selectors of all sparse layers.
+        selectors: of all layers that select for themselves.
 
     Attributes:
         bound: most tokens of a request that decodes; None unless somebody gives back pages of it.
@@ -57,7 +57,7 @@ class Requests:
         generated: int,
         undo: int,
         shares_prefixes: bool,
-        selectors: Sequence[Selector],
+        selectors: Sequence[Own],
     ) -> None:
         self.config, self.manager, self.step = config, manager, step
         self.transfers, self.selectors = transfers, selectors
@@ -100,14 +100,11 @@ class Requests:
         self.settled[:, slot], self._counts[:, slot] = 0, 0
         self.resident[slot] = self.config.resident_fast_path
         self.dirty[slot], self.fresh[slot], self.active[slot] = False, True, True
-        try:
+        with undone_by(self.end, slot):
             self.add_pages(slot, pages)
             if length:
                 self.length[slot], self.settled[:, slot] = length, length
                 self.restore(slot)
-        except BaseException:
-            self.end(slot)
-            raise
         return slot
 
     def add_pages(self, slot: int, pages: Sequence[int]) -> None:
@@ -123,20 +120,6 @@ class Requests:
         self.check(slot)
         if pages:
             self.pages.add(slot, pages)
-
-    def replace_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Let a request hold other pages of an engine in place of full ones, from page ``first``
-        of the request on.
-
-        An engine whose prefix cache has found the same tokens twice keeps one of both. Keys,
-        values and representations of the pages are those of the same first tokens, so buffers and
-        maps stay as they are. The old pages are let go.
-
-        Raises:
-            RequestError: the ids are not the engine's to give out; nothing has changed.
-        """
-        self.check(slot)
-        self.pages.replace(slot, first, pages)
 
     def end(self, slot: int) -> None:
         """Give back everything that a request holds.
@@ -159,15 +142,6 @@ class Requests:
                 f"slot {slot} holds no request; active slots are "
                 f"{np.flatnonzero(self.active).tolist()}"
             )
-
-    def reserve(self, slot: int, tokens: int) -> None:
-        """Lease the pages for ``tokens`` further tokens now.
-
-        Raises:
-            HostMemoryError: they are not to be had; the request is as it was.
-        """
-        self.check(slot)
-        self.pages.lease([(slot, int(self.length[slot]) + tokens)])
 
     def rollback(self, slot: int, length: int) -> None:
         """Take back the newest tokens, as far as the ring reaches: a change of length.
@@ -208,7 +182,7 @@ class Requests:
         self.check(slot)
         length = int(self.length[slot])
         twin = self.begin()
-        try:
+        with undone_by(self.end, twin):
             self.flush(slot)
             pages = self.pages.needed(length)
             self.pages.add(twin, self.pages.of(slot)[:pages])
@@ -220,9 +194,6 @@ class Requests:
             for rows in [rows for each in self.selectors for rows in each.kept().values()]:
                 rows[twin] = rows[slot]
             self.restore(twin)
-        except BaseException:
-            self.end(twin)
-            raise
         return twin
 
     def flush(self, slot: int) -> None:

@@ -10,7 +10,6 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from topkv.decode.streams import mark_of
 from topkv.memory.manager import SparseKVCacheManager
 from topkv_prefixes.calls import Calls, Workers
 from topkv_prefixes.objects import problem_of
@@ -176,7 +175,7 @@ class Fetch:
         pages = shared.host.lease(size)
         shared.host.lend(pages)
         some = slice(self._asked, self._asked + size)
-        rows, left = shared.places.rows(size, pinned=True), mark_of(shared.manager.device)
+        rows, left = shared.places.rows(size, pinned=True), _mark_of(shared.manager.device)
         batch = Batch(pages, self.keys[some], self.names[some], rows, left)
         self._batches.append(batch)
         self._asked += size
@@ -248,3 +247,12 @@ class Fetch:
         with self.shared.calls.changed:
             self.news = True
             self.shared.calls.changed.notify_all()
+
+
+def _mark_of(device: torch.device) -> torch.cuda.Event | None:
+    """Record all work of the current stream, for a thread that waits; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -28,7 +28,7 @@ SHARE = 4
 
 @dataclass(frozen=True)
 class Kept:
-    """Arguments of ``ChunkStore.keep`` for a chunk in one layer, on the CPU."""
+    """Arguments of ``Prefill.keep`` for a chunk in one layer, on the CPU."""
 
     q: Tensor
     stored: tuple[Tensor, Tensor]
@@ -129,7 +129,7 @@ def recording(handle: AttachedModel, most: int) -> Iterator[list[list[Kept]]]:
         handle: the attached model, whose prefill is recorded.
         most: most bytes.
     """
-    store, layers = handle.coordinator.prefill.chunks, len(handle.coordinator.layers)
+    store, layers = handle.coordinator.prefill, len(handle.coordinator.layers)
     keep, chunks, taken = store.keep, [], 0
 
     def recorded(
@@ -187,6 +187,6 @@ def _keep(coordinator: Any, layers: tuple[Kept, ...]) -> None:
     (chunk,) = forward.chunks
     for path, kept in zip(coordinator.layers, layers, strict=True):
         q, k, v, lse = (each.to(device) for each in (kept.q, *kept.stored, kept.lse))
-        coordinator.prefill.chunks.keep(path, chunk, q, (k, v), lse, None)
+        coordinator.prefill.keep(path, chunk, q, (k, v), lse, None)
         forward.called.add(path.view.layer)
         forward.attended.add(path.view.layer)  # by another cell
