@@ -9,7 +9,7 @@ from topkv.entries import Capabilities, PluginEntry
 
 
 @frozen
-class MinimalParams:
+class MinimalAlgorithmParams:
     """Parameters.
 
     Attributes:
@@ -45,6 +45,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 ),
             ),
             defaults={"unit": 16, "scope": "kv_head"},
-            parameters=MinimalParams,
+            parameters=MinimalAlgorithmParams,
         )
     ]
