@@ -172,7 +172,7 @@ class SparseCoordinator(BetweenForwards):
         forward.called.add(layer)
         check_rows(forward, self.model, q, k, v)
         path = self.layers[layer - self.model.first_layer]
-        if path.selector:
+        if path.selector and len(q):
             path.selector.check_index(index)
         if out is None:
             out = q.new_empty((*q.shape[:-1], self.model.out_dim))
