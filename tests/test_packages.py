@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from importlib import import_module
 from itertools import pairwise
 
@@ -50,9 +51,11 @@ def test_metadata_is_complete_and_alike(package):
 
 
 @parametrize(PACKAGES)
-def test_license_and_readme_lie_beside(package):
-    license_text = (package.folder / "LICENSE").read_bytes()
-    assert license_text == (ROOT / "LICENSE").read_bytes(), "copy the LICENSE of the repository"
+def test_the_license_is_packed_and_a_readme_stands_beside(package):
+    settings = tomllib.loads((package.folder / "pyproject.toml").read_text())["tool"]["hatch"]
+    packed = settings["build"]["targets"]["sdist"]["force-include"]
+    (taken,) = [path for path, name in packed.items() if name == "LICENSE"]
+    assert (package.folder / taken).resolve() == ROOT / "LICENSE"
     assert (package.folder / "README.md").read_text().startswith(f"# {package.name}\n")
 
 
