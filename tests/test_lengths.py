@@ -13,7 +13,7 @@ MOST = 400
 SPINE = ("coordinator.py", "prompts", "requests", "assembly", "decode")
 """The path of a step in ``core/src/topkv``: DESIGN.md says in which order to read it."""
 
-SPINE_MOST = 2294
+SPINE_MOST = 2300
 """Most lines of the spine: an hour of reading."""
 
 QUEST_MOST = 220

@@ -49,7 +49,9 @@ def wheel_reasons(package: Package, wheel: Path) -> list[str]:
         texts = [archive.read(name) for name in licenses]
     reasons = metadata_reasons(package, found)
     if texts != [(ROOT / "LICENSE").read_bytes()]:
-        reasons.append("it must hold the LICENSE of this repository: see sdist.force-include of others")
+        reasons.append(
+            "it must hold the LICENSE of this repository: see sdist.force-include of others"
+        )
     there = {
         path.relative_to(source).as_posix()
         for path in source.rglob("*")

@@ -1,8 +1,9 @@
 """SparseCoordinator: the whole decode path, from the new token to the attended output.
 
 Read this file from top to bottom: ``forward_begin`` puts the rows of a forward into place,
-``attention`` runs one layer, ``forward_end`` closes what the forward filled. Everything between
-the two is device work on tensors with fixed addresses and can be captured in a CUDA graph.
+``attention`` runs one layer, ``forward_end`` closes what the forward filled. For decode rows all
+between the two is device work on tensors with fixed addresses, which a CUDA graph can capture;
+chunks of prompts read the host.
 Requests begin, end, grow and fork between forwards: ``topkv.between`` has the calls,
 ``topkv.requests.requests`` what they do.
 """

@@ -284,7 +284,8 @@ class Selection:
 
 @define
 class Plan:
-    """Result of one ``plan``. Owned by the core, one per group, reused by its layers.
+    """Result of one ``plan``. Owned by the core, and reused: a group has one for each layer whose
+    loads are on their way at once.
 
     Attributes:
         slots: int32 ``[N, K]`` slot ids of the distinct valid units in selection order,

@@ -4,8 +4,8 @@ A ``SparseConfig`` holds the settings of the user alone. ``lower`` fills in the 
 model on one device, checks everything before anything is allocated, and keeps where each
 value came from.
 
-Reading order: ``settings`` (every setting, once, with its check from ``checks``; ``files`` reads
-them), ``lowering`` and its result ``lowered``, the ``sources`` of values, the plan of each layer
+Reading order: ``settings`` (every setting, once, with its check from ``topkv.checks``; ``stages``
+has those that name plugins, ``files`` reads them), ``lowering`` and its result ``lowered``, the ``sources`` of values, the plan of each layer
 (``layers``, ``plans``), and the checks against plugins (``negotiation``) and of ``sizes``.
 Names load on first use: ``negotiation`` imports no torch, for those who list what is installed.
 """

@@ -22,9 +22,9 @@ turns to decode and at every full period, then ``update`` and ``retrieve_topk`` 
 
 A row may verify several drafted tokens at once: it appends up to Q of them, and has a query for
 each (``StepTensors.appended``). An algorithm states the largest Q that it takes
-(``Capabilities.queries``) and gets the largest of the configuration (``max_queries``). All queries
-of a row share one selection a lane, made as if they were further query heads of the lane; tokens
-that are rejected are rolled back, see ``truncated``.
+(``Capabilities.queries``) and gets the largest that will come (``max_queries`` of the setup). All
+queries of a row share one selection a lane, made as if they were further query heads of the lane;
+tokens that are rejected are rolled back, see ``truncated``. The core itself sends one query a row.
 
 Pages are shared by forks, and by requests with equal first tokens where ``AlgorithmSpec.prefix``
 allows it.

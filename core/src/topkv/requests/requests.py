@@ -35,7 +35,7 @@ class Requests:
         selectors: of all layers that select for themselves.
 
     Attributes:
-        bound: most tokens of a request that decodes; None unless somebody gives back pages of it.
+        bound: most tokens of a request that decodes, where a stage gives back pages; else None.
         active: bool ``[R]`` the slot holds a request.
         length: int32 ``[R]`` tokens that have been appended.
         high: int32 ``[R]`` the largest length that the ring has seen.

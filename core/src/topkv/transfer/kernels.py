@@ -228,7 +228,7 @@ def load_kernel(
 ):
     """Load missed entries. Grid (lanes, splits).
 
-    Lanes of the GPU walk the missed entries laid end to end, a word of WIDTH elements each, so
+    Threads of the GPU walk the missed entries laid end to end, a word of WIDTH elements each, so
     that short entries use the link as well as long ones. An entry has WORDS words in SPAN places,
     see ``place_in_lines``. Strides are in 16 bytes, and plain copies are in int32: so the compiler
     sees that every access is aligned.
