@@ -5,8 +5,9 @@ model on one device, checks everything before anything is allocated, and keeps w
 value came from.
 
 Reading order: ``settings`` (every setting, once, with its check from ``topkv.checks``; ``stages``
-has those that name plugins, ``files`` reads them), ``lowering`` and its result ``lowered``, the ``sources`` of values, the plan of each layer
-(``layers``, ``plans``), and the checks against plugins (``negotiation``) and of ``sizes``.
+has those that name plugins, ``files`` reads them), ``lowering`` and its result ``lowered``, the
+``sources`` of values, the plan of each layer (``layers``, ``plans``), and the checks against
+plugins (``negotiation``) and of ``sizes``.
 Names load on first use: ``negotiation`` imports no torch, for those who list what is installed.
 """
 

@@ -7,8 +7,8 @@ factory for ``"reference"`` alone.
 
 A policy answers for all C slots of the LRU buffer of a lane at once. The torch method gets tensors
 of C elements. The kernel gets blocks that are padded to a power of two, so that their shape is not
-C: it takes C from ``slots``. Places behind C are neither stale nor hit, and what a policy gives for
-them is not used.
+C: it takes C from ``slots``. Places behind C are neither stale nor hit, and what a policy gives
+for them is not used.
 
 A policy may keep one int32 for each slot from step to step, a count or a mark, say: it then has
 ``new_state``, and ``new_state_kernel`` beside it. Scores of the selection have no place: what they

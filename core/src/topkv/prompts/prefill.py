@@ -88,7 +88,8 @@ class Prefill:
         """
         slot, selector, dtype = chunk.slot, path.selector, self.config.model.dtype
         start = int(self.requests.length[slot])
-        if not isinstance(selector, Own) or selector.selects_prompts:  # chunks that attend store first
+        # A chunk that need not be represented, or is already, is stored before it attends.
+        if not isinstance(selector, Own) or selector.selects_prompts:
             self._store(path, slot, start, *stored)
             return
         k, v = path.format.decode(*stored, dtype)
