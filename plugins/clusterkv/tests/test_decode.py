@@ -308,9 +308,10 @@ def test_chunk_schedules_cluster_the_same_tokens(on):
 
 @pytest.mark.parametrize("places", [1, 2])
 def test_places_that_run_short_join_the_last_cluster(places):
-    from topkv_clusterkv.store import RequestClusters, Settings
+    from topkv_clusterkv.entry import ClusterParams
+    from topkv_clusterkv.store import RequestClusters
 
-    settings = Settings(**{**PARAMS, "sinks": 0})
+    settings = ClusterParams(**{**PARAMS, "sinks": 0})
     pools = {
         "centroids": torch.zeros(1, KV_HEADS, places, DIM),
         "ends": torch.zeros(1, KV_HEADS, places, dtype=torch.int32),

@@ -186,5 +186,5 @@ def _per_request(pools: RepresentationPools) -> int:
 
 def _lane_bytes(shape: GroupShape, units: int) -> int:
     """Return the bytes of a lane in all layers: buffer, ring and maps, see ``topkv.kv.store``."""
-    maps = 4 * units + 8 * shape.buffer_slots + 48
+    maps = 4 * units + 8 * shape.buffer_slots + 32
     return len(shape.layers) * (shape.slots * shape.entry_bytes + maps) + 4 * shape.slots

@@ -39,8 +39,8 @@ __all__ = ["AlgorithmOptions", "AlgorithmTests"]
 
 # pytest runs the tests of the last base first: there stand those that say most of a mistake.
 class AlgorithmTests(
-    QueriesTests,
     KernelTests,
+    QueriesTests,
     CorrectTests,
     TokenTests,
     IndexTests,

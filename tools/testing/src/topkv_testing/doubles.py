@@ -1,6 +1,14 @@
 """The path of ``models/doubles.py`` for tests of plugins."""
 
-from topkv_testing.models.doubles import COMPETING, GATHER, SCRIPTED, Entries, Gather, Scripted
+from topkv_testing.models.doubles import (
+    COMPETING,
+    GATHER,
+    SCRIPTED,
+    Entries,
+    Gather,
+    Scripted,
+    ScriptedParams,
+)
 from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK, TO_UNITS
 from topkv_testing.models.storage_doubles import SHELF
 
@@ -16,4 +24,5 @@ __all__ = [
     "Entries",
     "Gather",
     "Scripted",
+    "ScriptedParams",
 ]
