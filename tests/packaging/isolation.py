@@ -120,6 +120,7 @@ class Isolation:
         self.core = self.wheels["topkv"]
         copy = work / "next"
         shutil.copytree(ROOT / "core", copy, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "LICENSE", work)  # which the sdist takes from beside
         entries = copy / "src" / "topkv" / "entries.py"
         this, other = f"HOOK_API = {HOOK_API}", f"HOOK_API = ({HOOK_API[0] + 1}, 0)"
         entries.write_text(entries.read_text().replace(this, other))
