@@ -266,7 +266,6 @@ MUTANTS = [
     of_keydiff(keydiff.KeepsTheAlike, *DIFFERS, scope="kv_head"),
     of_keydiff(keydiff.LongKeysWeighMore, *DIFFERS, scope="shared"),
     of_keydiff(keydiff.KernelSkipsTheLastToken, *DIFFERS, ("interpret",), scope="kv_head"),
-    of_skip_stage(skip.TakesAnyFactor, skip_kit, "a_factor_that_is_none_is_refused", factor=0),
     Mutant(
         name_of(skip.StandsBehind),
         OptionTests,

@@ -17,13 +17,6 @@ from topkv_triton_attention.reference import Attend
 from topkv_triton_attention.skip_reference import SkippingAttend
 
 
-class TakesAnyFactor(SkipSoftmax):
-    """Factors that are no positive number are taken."""
-
-    def __init__(self, setup):
-        pass
-
-
 class StandsBehind(SkipSoftmax):
     """The stage refines, and so is called in every step."""
 
