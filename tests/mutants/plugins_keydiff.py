@@ -28,10 +28,9 @@ class KeepsTheAlike(KeyDiff):
 class LongKeysWeighMore(KeyDiff):
     """The mean key, not the mean direction."""
 
-    def _write(self, layer, slots, units, keys, valid):
-        there = valid[..., None, None]
-        long = torch.where(there, keys * keys.float().norm(dim=-1, keepdim=True).sqrt(), 0)
-        super()._write(layer, slots, units, torch.where(there, long.mean(1, True), 0), valid)
+    def represent(self, keys, valid):
+        there = torch.where(valid[..., None, None], keys.float(), 0)
+        return {"directions": there.sum(1) / valid.sum(1)[:, None, None]}
 
 
 class GoesByOtherRequests(KeyDiff):
