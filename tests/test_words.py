@@ -126,11 +126,9 @@ def test_docstrings_comments_and_messages_use_the_plainer_words():
 
 
 def test_names_use_the_plainer_words():
-    """Names of the core's sources are left out: they change when its modules do."""
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in sources_in(ROOT)
-        if not path.is_relative_to(ROOT / "core" / "src")
         for line, name in names(path.read_text(encoding="utf-8"))
         if IN_NAMES.search(name)
     ]

@@ -348,7 +348,7 @@ def test_large_pools_report_how_far_they_are(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "topkv")
     HostMemory(40 * CHUNK, CUDA).close()
     assert not caplog.messages
-    monkeypatch.setattr(host_mapping, "_TOLD", 40 * CHUNK)
+    monkeypatch.setattr(host_mapping, "_LOGGED", 40 * CHUNK)
     HostMemory(40 * CHUNK, CUDA).close()
     *touched, registering = caplog.messages
     assert [int(message.split()[0]) for message in touched] == sorted(

@@ -135,7 +135,7 @@ class SparseCoordinator(BetweenForwards):
         if forward.chunks:
             self.prefill.ahead.begin(forward.chunks, self.requests.length)
         self.forward = forward
-        self.observers.tell("before_forward", forward)
+        self.observers.notify("before_forward", forward)
 
     def attention(
         self,
@@ -245,7 +245,7 @@ class SparseCoordinator(BetweenForwards):
             self.prefill.join()
         self.requests.advance(forward)
         self._close(forward)
-        self.observers.tell("after_forward", forward)
+        self.observers.notify("after_forward", forward)
 
     def forward_abort(self) -> None:
         """Drop an open forward, after an exception say; its tokens are not appended. Cold."""

@@ -50,7 +50,7 @@ class Observers:
                 if counter is not None:
                     self.counts[name] = counter
 
-    def tell(self, hook: str, forward: Forward) -> None:
+    def notify(self, hook: str, forward: Forward) -> None:
         """Call a hook of each observer with the report of a forward.
 
         Args:

@@ -48,8 +48,8 @@ def _yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        mend = "pip install 'topkv[cli]' (or pyyaml), or write the configuration as JSON"
-        raise ConfigError("a YAML configuration needs pyyaml", [mend]) from error
+        fix = "pip install 'topkv[cli]' (or pyyaml), or write the configuration as JSON"
+        raise ConfigError("a YAML configuration needs pyyaml", [fix]) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def compose_node(self, parent: Any, index: Any) -> Any:

@@ -153,8 +153,8 @@ def host_reasons(size: int, config: LoweredConfig) -> Iterator[str]:
     if limit is None or size <= limit:
         return
     tokens = (limit * config.num_pages // size - config.max_requests - 1) * config.page_tokens
-    mend = f"lower max_tokens to {tokens}" if tokens > 0 else "lower max_requests"
+    fix = f"lower max_tokens to {tokens}" if tokens > 0 else "lower max_requests"
     yield (
         f"the host pool needs {size} bytes ({size / 2**30:.3g} GiB) and host_memory allows "
-        f"{limit} ({limit / 2**30:.3g} GiB); raise host_memory or {mend}"
+        f"{limit} ({limit / 2**30:.3g} GiB); raise host_memory or {fix}"
     )

@@ -19,7 +19,7 @@ MOST_THREADS = 16
 _CHUNK = 32 << 20
 """Bytes that a thread touches at a time, where huge pages are not larger."""
 
-_TOLD = 4 << 30
+_LOGGED = 4 << 30
 """Bytes from which on touching and registering take long enough to be logged."""
 
 _PORTABLE_AND_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
@@ -118,7 +118,7 @@ class HostMapping(mmap.mmap):
         try:
             for count in threads.map(write, parts):
                 tenth, done = 10 * done // size, done + count
-                if size >= _TOLD and 10 * done // size > tenth:
+                if size >= _LOGGED and 10 * done // size > tenth:
                     logger.info("%d %% of %.1f GiB touched", 100 * done // size, size / 2**30)
         finally:
             threads.shutdown(cancel_futures=True)
@@ -131,7 +131,7 @@ class HostMapping(mmap.mmap):
         """
         memory = torch.frombuffer(self, dtype=torch.uint8)
         address, size, cudart = memory.data_ptr(), memory.numel(), torch.cuda.cudart()
-        if size >= _TOLD:
+        if size >= _LOGGED:
             logger.info("registering %.1f GiB with CUDA", size / 2**30)
         # Python raises an interrupt when the call is through, so the address is noted before it.
         self.address = address

@@ -71,8 +71,8 @@ class PluginRecord:
 
     def broken(self, why: str) -> PluginRecord:
         """Return this record with a problem that only the author of the package can fix."""
-        mend = f"this is for the author of {self.package} to fix"
-        return evolve(self, problem=f"{why}; {mend}")
+        fix = f"this is for the author of {self.package} to fix"
+        return evolve(self, problem=f"{why}; {fix}")
 
 
 def installed() -> list[tuple[str, str, EntryPoint]]:
@@ -118,8 +118,8 @@ def records_of(package: str, version: str, source: object) -> list[PluginRecord]
             plugin = source.load() if isinstance(source, EntryPoint) else source
         except FAILURES as error:
             problem = f"entry point {name!r} does not import: {raised(error)}"
-            mend = f"reinstall {package} or uninstall it"
-            return [evolve(offer, problem=f"{problem}; {mend}")]
+            fix = f"reinstall {package} or uninstall it"
+            return [evolve(offer, problem=f"{problem}; {fix}")]
         # One for each package: what another offers, be it the same object, changes nothing.
         manager = pluggy.PluginManager(GROUP)
         hooks = {kind: registering(kind) for kind in kinds()}
@@ -179,12 +179,12 @@ def _other_api(offer: PluginRecord, api: tuple[int, int]) -> str | None:
     core = f"a topkv that speaks {stated}"
     plugin = f"{offer.package} that implements {HOOK_API[0]}.x with x <= {HOOK_API[1]}"
     if api > HOOK_API:
-        mend = f"{core}, or an older {plugin}"
+        fix = f"{core}, or an older {plugin}"
     else:
-        mend = f"a newer {plugin}, or {core}{MIGRATION}"
+        fix = f"a newer {plugin}, or {core}{MIGRATION}"
     return (
         f"{offer.package} {offer.version} (entry point {offer.name!r}) implements hook API "
-        f"{stated}; this topkv {VERSION} speaks {spoken}. Install {mend}"
+        f"{stated}; this topkv {VERSION} speaks {spoken}. Install {fix}"
     )
 
 
