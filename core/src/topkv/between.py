@@ -129,7 +129,7 @@ class BetweenForwards:
         self.requests.truncate(slot, length)
 
     def fork(self, slot: int) -> int:
-        """A new request with the same tokens, which shares its full pages. Cold."""
+        """Begin a request with the same tokens, which shares the full pages. Cold."""
         check_idle(self.forward, "fork")
         return self.requests.fork(slot)
 

@@ -36,7 +36,7 @@ class Refused(ValueError):
 
 
 def need(right: bool, expected: str, value: Any) -> None:
-    """Raise ValueError, which says what a value must and what it is, unless it is right."""
+    """Raise ValueError unless a value is right; the text says what is expected and given."""
     if not right:
         raise ValueError(f"must {expected}, got {shown(value)}")
 

@@ -248,7 +248,7 @@ class SparseCoordinator(BetweenForwards):
         self.observers.notify("after_forward", forward)
 
     def forward_abort(self) -> None:
-        """Drop an open forward, after an exception say; its tokens are not appended. Cold."""
+        """Drop an open forward, as after an exception; its tokens are not appended. Cold."""
         forward = self.forward
         if forward is None:
             return

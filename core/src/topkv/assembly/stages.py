@@ -220,8 +220,8 @@ class Staged:
             raise ConfigError(CONFIG_REFUSED, refused)
 
     def _hand_on(self, hook: str, places: Iterable[int]) -> list[int]:
-        """Have a hook that is called hand on to the stages at these places, -1 for the algorithm,
-        each with its own view of a layer. Return the places that have it."""
+        """Pass calls of a hook on to the stages at these places, -1 for the algorithm, each with
+        its own view of a layer. Return the places that have the hook."""
         owners = [*(link.stage for link in self.links), self.algorithm]
         found = [place for place in places if has_hook(owners[place], hook)]
 

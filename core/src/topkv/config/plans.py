@@ -181,7 +181,7 @@ def _stage(known: Resolver, asked: StageSettings, stages: Setting) -> StageSetti
 
 
 def _observe(known: Resolver) -> None:
-    """Keep the observers, with the parameters of their plugins, and let their defaults hold."""
+    """Lower the observers with the parameters of their plugins, whose defaults then apply."""
     asked, found = pick(known.sources, "observers"), []
     for each in asked.value:
         plugin, observer = known.named("observer", each, "(observers)")

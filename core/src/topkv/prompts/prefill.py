@@ -78,7 +78,7 @@ class Prefill:
         lse: Tensor,
         index: Index | None,
     ) -> None:
-        """Store one chunk in one layer, and represent it, whoever has attended it.
+        """Store and represent one chunk in one layer; its attention may have run anywhere.
 
         Args:
             q: ``[m, H, D]``.

@@ -171,7 +171,7 @@ class Requests:
         self.restore(slot)
 
     def fork(self, slot: int) -> int:
-        """A new request with the same tokens. Cold.
+        """Begin a request with the same tokens. Cold.
 
         Full pages are shared, the open page is copied with its representations, and state
         that is keyed by slot is copied.

@@ -40,8 +40,8 @@ class CountedLoads(Loads):
 
 
 class ExtraTokens:
-    """The contract is ``topkv.hooks.observer``. Forwards are those without it, but for a launch a
-    layer behind the stage.
+    """The contract is ``topkv.hooks.observer``. A forward takes one more
+    launch for each layer behind the stage, and is otherwise the same.
 
     Attributes:
         counts: int64 ``[2, lane_heads]`` of each such layer, see ``CountedLoads``.

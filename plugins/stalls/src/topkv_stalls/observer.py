@@ -38,8 +38,8 @@ class TimedLoads(Loads):
 
 
 class Stalls:
-    """The contract is ``topkv.hooks.observer``. Forwards are those without it, but for two looks
-    at a clock a sparse layer.
+    """The contract is ``topkv.hooks.observer``. A forward reads a
+    clock twice more for each sparse layer, and is otherwise the same.
 
     Attributes:
         layers: numbers of the sparse layers, in order.

@@ -164,11 +164,12 @@ def update_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Represent the units that each row's new tokens are in anew. Program (row x TOUCHED units,
+    """Represent anew each unit that a row's new tokens are in. Program (row x TOUCHED units,
     kv-head, part).
 
-    Reads the rings, whose strides are the same; for units of one token the new rows, whose stride
-    of rows is ``s_slot`` and of their tokens ``s_unit``."""
+    The kernel reads the rings of keys and values, which have the same strides. For units of one
+    token it reads the new rows instead: ``s_slot`` is their stride, ``s_unit`` that of their
+    tokens."""
     row = (tl.program_id(0) // TOUCHED).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
