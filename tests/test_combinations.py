@@ -22,6 +22,7 @@ from topkv.assembly.stages import Staged
 from topkv.errors import ConfigError
 from topkv_head_sparsity import reference as head_sparsity
 from topkv_residual import reference as residual
+from topkv_testing.integrity import check_integrity
 from topkv_testing.oracle import attention
 from topkv_testing.tiers import tier
 from topkv_top_p import reference as top_p
@@ -201,7 +202,7 @@ def check_chain(cell, on, stages):
         expected = chain.modelled(*(adding or [None]))
         torch.testing.assert_close(out.double(), expected, rtol=band, atol=band)
     for each in (chain, alone):
-        each.coordinator.check_integrity()
+        check_integrity(each.coordinator)
         each.coordinator.close()
     return True
 

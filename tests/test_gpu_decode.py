@@ -9,6 +9,7 @@ from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.plugins import registry
 from topkv.types import ModelShape
+from topkv_testing.integrity import check_integrity
 
 pytestmark = pytest.mark.gpu
 
@@ -167,8 +168,8 @@ def test_captured_replays_equal_eager_bitwise(options, scope):
         assert extra == eager.observers.counts["regranulate"]()
         assert min(extra.values()) > STEPS
     assert eager.length(slots[0]) == PROMPT + STEPS
-    eager.check_integrity()
-    captured.check_integrity()
+    check_integrity(eager)
+    check_integrity(captured)
     eager.close()
     captured.close()
 

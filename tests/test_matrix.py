@@ -20,6 +20,7 @@ from topkv.plugins import registry
 from topkv.types import Index, IndexerShape, ModelShape
 from topkv_cli.group import topkv as command
 from topkv_cli.matrix import matrix
+from topkv_testing.integrity import check_integrity
 from topkv_testing.oracle import attention
 from topkv_testing.tiers import tier
 
@@ -189,7 +190,7 @@ def test_a_supported_cell_decodes_over_what_it_selects(cell, on):
     for _ in range(STEPS):
         (out,) = run.forward(1, decode=True)
         torch.testing.assert_close(out.double(), run.expected(), rtol=band, atol=band)
-    run.coordinator.check_integrity()
+    check_integrity(run.coordinator)
     run.coordinator.close()
 
 

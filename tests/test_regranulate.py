@@ -14,6 +14,7 @@ from tests import test_matrix
 from tests.test_matrix import CELLS, STEPS, Run
 from topkv.errors import ConfigError
 from topkv_evaluation.eval.recall import arm, recall_of, watch
+from topkv_testing.integrity import check_integrity
 from topkv_testing.tiers import tier
 
 SELECT = 12
@@ -89,7 +90,7 @@ def test_units_of_the_selected_tokens_are_attended(cell, on):
     for _ in range(STEPS):
         run.step()
     assert run.extra > 0
-    run.coordinator.check_integrity()
+    check_integrity(run.coordinator)
     run.coordinator.close()
 
 
@@ -117,7 +118,7 @@ def test_a_long_decode_crosses_units_and_windows(algorithm):
         run.forward(count, decode=False)
     for _ in range(24):
         run.step()
-    run.coordinator.check_integrity()
+    check_integrity(run.coordinator)
     run.coordinator.close()
 
 
@@ -146,7 +147,7 @@ def test_twins_and_what_was_taken_back(algorithm):
     run.slot = twin
     for _ in range(4):
         run.step()
-    run.coordinator.check_integrity()
+    check_integrity(run.coordinator)
     run.coordinator.close()
 
 

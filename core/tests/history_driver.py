@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from topkv.errors import HostMemoryError, RequestError
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, KV_HEADS, LAYERS, SPARSE
 
 
@@ -19,7 +20,7 @@ class Driver:
 
     def close(self):
         for each in self.coordinators:
-            each.check_integrity()
+            check_integrity(each)
             each.close()
 
     def call(self, name, *args):

@@ -12,6 +12,7 @@ from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.ops.chunk_attention import add_sinks
 from topkv.plugins.discovery import hookimpl
 from topkv_testing.doubles import SCRIPTED, Scripted
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -115,7 +116,7 @@ def test_a_chunk_may_stand_between_decode_rows(run):
     behind = two.forward([x[:, order] for x in given], decode=[0, 2], prefill=[(1, 1)])
     torch.testing.assert_close(between[:, order], behind, rtol=0, atol=0)
     assert [one.coordinator.length(slot) for slot in range(3)] == [6, 6, 6]
-    one.coordinator.check_integrity()
+    check_integrity(one.coordinator)
 
 
 def test_rows_may_lie_at_any_stride(run):

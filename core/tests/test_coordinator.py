@@ -8,6 +8,7 @@ import torch
 
 from topkv.errors import ConfigError, HostMemoryError
 from topkv.prompts.prefill import Prefill
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle import run_lifecycle
 from topkv_testing.machines.lifecycle_model import (
     DIM,
@@ -83,7 +84,7 @@ def test_reserve_refuses_and_changes_nothing():
     coordinator.reserve(slots[1], 48)
     with pytest.raises(HostMemoryError, match="pages of the host pool are needed"):
         coordinator.reserve(slots[2], 48)
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     assert coordinator.requests.pages.of(slots[2]) == []
     coordinator.close()
 

@@ -10,6 +10,7 @@ from topkv.assembly.stages import Stages
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.stage import StageSpec
 from topkv.plugins.discovery import hookimpl
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -121,7 +122,7 @@ def test_with_an_exact_correction_any_selection_gives_attention_to_all(scope, st
     life.prompt(7)
     for _ in range(3):
         check(life)
-    life.coordinator.check_integrity()
+    check_integrity(life.coordinator)
     life.coordinator.close()
 
 

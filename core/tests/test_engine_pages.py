@@ -11,6 +11,7 @@ from attrs import evolve
 
 from topkv import SparseCoordinator
 from topkv.errors import ConfigError, HostMemoryError, RequestError
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.engine_pages import PAGE, PAGES, SHAPE, run_engine_pages, run_forward
 from topkv_testing.machines.lifecycle_model import (
     DIM,
@@ -45,7 +46,7 @@ def test_pages_that_cannot_be_are_refused(make, pages, length, reason):
         coordinator.request_begin(pages, length)
     assert coordinator.requests.free == REQUESTS
     assert coordinator.manager.host.used == 0
-    coordinator.check_integrity()
+    check_integrity(coordinator)
 
 
 def test_a_prompt_that_an_algorithm_has_to_see_is_refused(make):

@@ -8,6 +8,7 @@ import torch
 from attrs import evolve
 
 from topkv.errors import ConfigError, RequestError
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -82,7 +83,7 @@ def test_a_layer_that_was_left_out_is_named(make):
         coordinator.forward_end()
     coordinator.forward_abort()
     assert coordinator.length(slot) == 0
-    coordinator.check_integrity()
+    check_integrity(coordinator)
 
 
 def test_a_chunk_that_takes_tokens_back_is_refused(make):
@@ -151,7 +152,7 @@ def test_a_fork_that_is_cut_short_leaves_nothing(make, monkeypatch, call):
         patch.setattr(owner, call, cut)
         with pytest.raises(KeyboardInterrupt):
             coordinator.fork(slot)
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     assert coordinator.manager.host.free == free
     assert coordinator.requests.free == 3
     run(coordinator, decode=[slot, coordinator.fork(slot)])
@@ -176,7 +177,7 @@ def test_an_end_that_is_cut_short_can_be_called_again(make, monkeypatch, call):
         with pytest.raises(KeyboardInterrupt):
             coordinator.request_end(slot)
     coordinator.request_end(slot)
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     assert coordinator.manager.host.used == 0
     assert coordinator.requests.free == 4
 
@@ -199,7 +200,7 @@ def test_chunks_over_other_rows_and_gaps_are_refused(make, decode, rows, reporte
     with pytest.raises(RequestError, match=reported):
         coordinator.forward_begin([slots[0] if row == 0 else row for row in decode], prefill)
     assert coordinator.forward is None
-    coordinator.check_integrity()
+    check_integrity(coordinator)
 
 
 def test_an_empty_chunk_behind_a_gap_is_refused(make):

@@ -8,6 +8,7 @@ import torch
 from topkv.decode.lanes import LaneBuffers
 from topkv.errors import DeviceMemoryError, RequestError
 from topkv.memory.manager import SparseKVCacheManager
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -86,7 +87,7 @@ def test_units_that_were_planned_and_not_loaded_are_loaded_later(
         else:
             cut.rollback(slots[0], cut.length(slots[0]) - 1)
     assert torch.equal(step(cut, slots[0], 2), step(whole, slots[1], 2))
-    cut.check_integrity()
+    check_integrity(cut)
 
 
 def test_a_forward_whose_rows_were_refused_is_not_closed(make):

@@ -17,6 +17,7 @@ from topkv.ops import chunk_attention
 from topkv.plugins import PluginRegistry
 from topkv.types import Index, IndexerShape, ModelShape
 from topkv_testing.doubles import GATHER, Entries, Gather
+from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples
 from topkv_testing.models.indexed import INDEXED, Indexed, index_scores
 from topkv_testing.oracle import attention
@@ -157,7 +158,7 @@ def test_prompt_and_decode_attend_to_what_the_index_selects(on, kv_format):
         for _ in range(steps):
             which = [(1, request.lengths[1]), (0, request.lengths[0])]
             request.check(request.forward(decode=[1, 0]), which)
-        request.coordinator.check_integrity()
+        check_integrity(request.coordinator)
         request.coordinator.close()
 
     check()
@@ -316,7 +317,7 @@ def test_a_layer_that_selects_by_an_index_wants_one(on):
         with pytest.raises(RequestError, match="layer 0 was given no index and selects by it"):
             request.forward(**what)
         request.coordinator.forward_abort()
-        request.coordinator.check_integrity()
+        check_integrity(request.coordinator)
     request.coordinator.close()
 
 

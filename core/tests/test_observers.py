@@ -16,6 +16,7 @@ from topkv.decode.loads import Loads
 from topkv.entries import NoParameters, PluginEntry
 from topkv.errors import PluginError
 from topkv.report import Occupancy
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -366,5 +367,5 @@ def test_one_that_raises_is_left_out_and_the_forward_goes_on(made, name, hook, e
     assert coordinator.length(slot) == 6
     assert (len(failing.begun), len(failing.ended)) == (1, int(name == "fails"))
     assert (len(keeps.begun), len(keeps.ended)) == (2, 2)
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     coordinator.close()

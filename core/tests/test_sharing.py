@@ -7,6 +7,7 @@ import torch
 from attrs import evolve
 
 from topkv.errors import ConfigError
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -89,7 +90,7 @@ def life(share, **options):
         coordinator.forward_end()
         for path in coordinator.layers:
             path.algorithm.next_ids.clear()
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     coordinator.close()
     return torch.cat(outs), torch.stack(seen).unflatten(0, (-1, 7))
 

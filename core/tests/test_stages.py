@@ -12,6 +12,7 @@ from topkv.entries import Capabilities, NoParameters
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSpec, RepresentationSpec
 from topkv.plugins.discovery import hookimpl
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -163,7 +164,7 @@ def test_a_rerank_leaves_the_best_candidates_through_the_life_of_a_request():
     life.keys = life.keys[:, :13]
     for _ in range(STEPS):
         check_step(life)
-    life.coordinator.check_integrity()
+    check_integrity(life.coordinator)
     life.coordinator.close()
 
 

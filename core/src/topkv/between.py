@@ -146,11 +146,6 @@ class BetweenForwards:
         """Count transfers of requests since each began; of all requests for None. Synchronizes."""
         return count_transfers(self.manager.stores, slots)
 
-    def check_integrity(self) -> None:
-        """Raise RequestError unless pages, counts and maps agree with each other. Slow."""
-        slots = range(self.config.max_requests)
-        self.manager.check_integrity([self.requests.pages.of(slot) for slot in slots])
-
     def close(self) -> None:
         """Unregister the host memory. Idempotent."""
         if "manager" in vars(self):  # it is not while a coordinator is refused

@@ -16,6 +16,7 @@ from topkv_mooncake.storage import MooncakeStorage
 from topkv_prefixes.objects import HEADER, problem_of, write_header
 from topkv_prefixes.storage import StorageSetup
 from topkv_prefixes.stored import StoredSessions
+from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import params_of
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.handed_over import take
@@ -95,7 +96,7 @@ def live(coordinator, steps=3):
         outputs.append(out[:, -1])
     coordinator.keeper.publish(slot, PROMPT)
     coordinator.request_end(slot)
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     return found, torch.stack(outputs[-1 - steps :])
 
 

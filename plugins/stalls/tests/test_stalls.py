@@ -10,6 +10,7 @@ import torch
 from core.tests import test_loads
 from topkv_stalls.entry import topkv_register_observers
 from topkv_stalls.observer import TimedLoads
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -131,7 +132,7 @@ def test_outputs_and_counts_are_those_without_it():
     assert watched.transfers_of().misses > 0
     assert plain.transfers_of() == watched.transfers_of()
     assert "stalls" not in plain.observers.counts
-    watched.check_integrity()
+    check_integrity(watched)
     for coordinator in (plain, watched):
         coordinator.close()
 

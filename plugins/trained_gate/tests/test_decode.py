@@ -12,6 +12,7 @@ from topkv.config import SparseConfig, lower
 from topkv.errors import ConfigError
 from topkv.plugins import registry
 from topkv.types import Index, IndexerShape, ModelShape
+from topkv_testing.integrity import check_integrity
 from topkv_testing.tiers import all_tiers
 
 LAYERS, DIM, INDEX_DIM, UNIT, BLOCKS = 2, 64, 24, 4, 4
@@ -113,7 +114,7 @@ def test_rows_attend_to_the_blocks_of_their_heads(on):
         coordinator.truncate(life.slot, length)
         life.k, life.v, life.keys = (x[:, :length] for x in (life.k, life.v, life.keys))
         life.forward(1, decode=True)
-        coordinator.check_integrity()
+        check_integrity(coordinator)
         coordinator.close()
 
     check()

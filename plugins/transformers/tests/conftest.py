@@ -32,6 +32,7 @@ from transformers import (  # noqa: E402
 )
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
+from topkv_testing.integrity import check_integrity  # noqa: E402
 from topkv_transformers import capture  # noqa: E402
 
 FAMILIES = {
@@ -169,7 +170,7 @@ def assert_all_free(handle):
     coordinator = handle.coordinator
     assert coordinator.requests.free == coordinator.config.max_requests
     assert coordinator.manager.host.used == 0
-    coordinator.check_integrity()
+    check_integrity(coordinator)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from topkv_testing.integrity import check_integrity
+
 
 @cache
 def process():
@@ -61,7 +63,7 @@ def answer(device, kind, changes, settings, ids, salt):
     try:
         logits = Life.answer(model, prompt, cache_salt=salt)[1]
         found = handle.prefixes.counts.found
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
     finally:
         handle.detach()
     expected = Life.answer(stock, prompt, steps=1)[1]

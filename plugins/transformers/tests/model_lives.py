@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 import topkv
 from topkv.errors import CapabilityError
 from topkv_prefixes.stored import StoredSessions
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.kept import keeping
 
 SALTS = (None, "a")
@@ -113,7 +114,7 @@ class Life:
                 before = self.handle.prefixes.counts.found
                 getattr(self, kind)(number, *rest)
                 found += max(0, self.handle.prefixes.counts.found - before)
-                self.handle.coordinator.check_integrity()
+                check_integrity(self.handle.coordinator)
         finally:
             self.handle.detach()
         self.counts.lives += 1

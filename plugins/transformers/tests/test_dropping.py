@@ -10,6 +10,7 @@ from transformers import DynamicCache
 import topkv
 from topkv.errors import CapabilityError
 from topkv_dropping.dropping import Dropping
+from topkv_testing.integrity import check_integrity
 
 PAGE, TOKENS, EVERY, PROMPT = 16, 96, 24, 150
 STAGE = {
@@ -116,7 +117,7 @@ def test_a_cache_that_has_lost_tokens_is_cut_behind_them_alone(tiny, config):
         cache.close()
         twin.close()
         assert handle.coordinator.manager.host.used == 0
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
 
 
 @pytest.mark.parametrize(("steps", "closed"), [(130, True), (40, False)])
@@ -143,7 +144,7 @@ def test_a_call_that_fails_leaves_what_is_left_of_a_cache(tiny, config, steps, c
         generate(model, ids if closed else said, cache, 4)
         cache.close()
         assert handle.coordinator.manager.host.used == 0
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
 
 
 def test_a_long_answer_wants_no_room_for_all_of_it(tiny, config):

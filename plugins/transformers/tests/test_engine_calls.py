@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import topkv
 from topkv.errors import HostMemoryError, OutOfMemory, RequestError
+from topkv_testing.integrity import check_integrity
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -140,7 +141,7 @@ def test_no_memory_is_reported_before_anything_runs(tiny, check):
         assert not calls
         assert handle.coordinator.manager.host.used == used
         assert cache.get_seq_length() == 27
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
 
 
 def failing(model, at, error):
@@ -193,7 +194,7 @@ def test_a_failed_turn_leaves_the_cache_as_it_was(tiny, check, at, error):
             turn(cache, torch.cat([first, first[:, -6:]], 1))
         hook.remove()
         assert cache.get_seq_length() == 32
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
         assert torch.equal(turn(cache, torch.cat([first, first[:, -6:]], 1)), stock)
         cache.close()
         check.all_free(handle)

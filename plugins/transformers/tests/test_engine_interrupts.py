@@ -10,6 +10,7 @@ from model_cases import model_of
 
 import topkv
 from topkv.errors import RequestError
+from topkv_testing.integrity import check_integrity
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -114,7 +115,7 @@ def test_a_cut_call_leaves_nothing_behind(tiny, action, call, error, late):
                 getattr(talk, action)()
             assert torch.equal(talk.generate(), talk.first)
             assert talk.state() == before
-            handle.coordinator.check_integrity()
+            check_integrity(handle.coordinator)
         assert torch.equal(talk.turn(), expected)
 
 
@@ -128,7 +129,7 @@ def test_an_undo_that_is_cut_is_done_later(tiny, late):
             talk.fork()  # has no slot for the second row, and gives that of the first back
         handle.abandon()
         assert talk.state() == before
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
 
 
 @pytest.mark.parametrize(("action", "call"), PAIRS)
@@ -160,7 +161,7 @@ def test_a_forward_that_is_cut_as_it_closes_was_or_was_not(tiny, name, late):
             talk.step()
         handle.abandon()
         assert talk.state()[2:] == (after if late else before)
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
         if not late:
             assert torch.equal(talk.step().logits, expected)
 
@@ -182,7 +183,7 @@ def test_any_call_goes_on_after_an_interrupted_forward(tiny, action):
             talk.step()
             talk.cache.crop(-1)
         assert torch.equal(talk.turn(), expected)
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
 
 
 def test_a_crop_that_is_cut_ends_alike_in_all_rows(tiny):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import topkv
 from topkv.errors import CapabilityError, HostMemoryError
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.kept import keeping
 
 SPARSE = {"budget": 32, "buffer": 48, "resident_fast_path": False}
@@ -56,7 +57,7 @@ def test_a_conversation_computes_what_is_new(tiny, policy, sparse):
                 found.append(handle.prefixes.counts.found)
                 said = torch.cat([turns[-1][0], further], 1)
             assert handle.coordinator.manager.host.used == 0
-            handle.coordinator.check_integrity()
+            check_integrity(handle.coordinator)
         reported.append(turns)
     for ours, stock in zip(*reported[::-1], strict=True):
         close(ours, stock)
@@ -147,7 +148,7 @@ def test_any_batches_of_prompts_that_begin_alike(tiny):
                 )
                 close(ours, (stock.sequences, torch.stack(stock.logits, 1)))
             found += handle.prefixes.counts.found
-            handle.coordinator.check_integrity()
+            check_integrity(handle.coordinator)
 
     copied = copy.deepcopy(model)
     check()
@@ -260,4 +261,4 @@ def test_tenants_find_their_own_prompts_alone(tiny):
         whole = 150 // page
         assert kept == {"a": (whole, whole * size), "b": (1, size), "": (whole, whole * size)}
         assert reported["b"].evicted == 2 * (whole - 1)
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import topkv
 from topkv.errors import CapabilityError, ConfigError, HostMemoryError, RequestError, StorageError
 from topkv_prefixes.stored import StoredSessions
+from topkv_testing.integrity import check_integrity
 
 SPARSE = {"budget": 32, "buffer": 48, "resident_fast_path": False, "dense_layers": [1]}
 ALGORITHMS = {
@@ -74,7 +75,7 @@ def test_it_goes_on_to_the_bit(tiny, stored, algorithm, host_format, steps):
             for one, other in zip(ours, expected, strict=True):
                 assert torch.equal(one, other)
             assert handle.coordinator.manager.host.used == used
-            handle.coordinator.check_integrity()
+            check_integrity(handle.coordinator)
             resumed.close()
         assert handle.coordinator.manager.host.used == 0
 
@@ -104,7 +105,7 @@ def test_a_session_stays_until_it_is_discarded(tiny, tmp_path, algorithm):
         resumed = handle.resume(stored["request 17"])
         for one, other in zip(turn(model, resumed, said, mask, 12), expected, strict=True):
             assert torch.equal(one, other)
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
         stored["request 17"].discard()
         with pytest.raises(StorageError, match="it is not there; process the prompt again"):
             handle.resume(stored["request 17"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import topkv
+from topkv_testing.integrity import check_integrity
 
 SPARSE = {"budget": 32, "buffer": 48, "resident_fast_path": False}
 
@@ -91,7 +92,7 @@ def test_a_reload_decodes_as_a_hit_in_host_memory(
         counts = handle.prefixes.counts
         assert counts.storage.found == counts.found > 0
         assert counts.storage.fetched_bytes > 0
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
     for ours, other in zip(reloaded, expected, strict=True):
         torch.testing.assert_close(ours, other, rtol=0, atol=0)
 

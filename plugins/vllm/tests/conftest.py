@@ -17,6 +17,7 @@ from itertools import count
 import pytest
 import torch
 
+from topkv_testing.integrity import check_integrity
 from topkv_vllm import engine_args
 from topkv_vllm.versions import TESTED, installed
 
@@ -222,7 +223,7 @@ class Served:
     def check_nothing_is_held(self):
         """Pages add up, and no request holds one."""
         coordinator = self.session.coordinator
-        coordinator.check_integrity()
+        check_integrity(coordinator)
         assert coordinator.manager.host.used == 0
         assert coordinator.requests.free == coordinator.config.max_requests
         assert not self.session.requests.held

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from topkv_testing.integrity import check_integrity
+
 SETTINGS = {"backend": "triton_attention", "dense_layers": [], "max_tokens": 2048, "poison": True}
 
 
@@ -35,7 +37,7 @@ def ranks_of(engine):
     def reported(worker):
         session = worker.session
         coordinator, requests = session.coordinator, session.requests
-        coordinator.check_integrity()
+        check_integrity(coordinator)
         model, counts = coordinator.model, coordinator.transfers_of()
         return {
             "heads": (model.num_heads, model.num_kv_heads),

@@ -9,6 +9,8 @@ import sys
 import pytest
 from triton.runtime.jit import JITFunction
 
+from topkv_testing.integrity import check_integrity
+
 LONGEST = 512
 
 
@@ -66,7 +68,7 @@ def test_a_dummy_run_between_steps_is_replayed_and_changes_nothing(served, stock
             engine.llm.collective_rpc(
                 lambda worker, rows=rows: worker.model_runner._dummy_run(rows, uniform_decode=True)
             )
-        engine.session.coordinator.check_integrity()
+        check_integrity(engine.session.coordinator)
     engine.step()
     assert [[engine.tokens[name][0]] for name in names] == stock.answer(prompts, 20)
     engine.check_nothing_is_held()
@@ -95,7 +97,7 @@ def test_asynchronous_scheduling(served, stock, prompt):
             engine.engine.abort_request([name])
             aborted.add(name)
         engine.step()
-        engine.session.coordinator.check_integrity()
+        check_integrity(engine.session.coordinator)
     engine.run()
     for name, (expected,) in zip(prompts, known, strict=True):
         expected = expected[: expected.index(ends[name]) + 1]

@@ -8,6 +8,8 @@ import random
 import pytest
 import torch
 
+from topkv_testing.integrity import check_integrity
+
 CHUNK, PAGE, LONGEST = 96, 32, 512
 
 TIGHT = LONGEST // PAGE + 1
@@ -45,7 +47,7 @@ def test_arrivals_and_aborts_in_random_order(pages, served, stock, prompt):
         if draw.random() < 0.02 and engine.scheduler.running:
             engine.preempt()
         engine.step()
-        engine.session.coordinator.check_integrity()
+        check_integrity(engine.session.coordinator)
     engine.run()
     same(engine, stock, prompts, tokens, aborted)
     assert 0 < len(aborted) < MANY / 2

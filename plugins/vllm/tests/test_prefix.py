@@ -7,6 +7,7 @@ import random
 import pytest
 
 from topkv.errors import CapabilityError, HostMemoryError
+from topkv_testing.integrity import check_integrity
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import check
 
@@ -204,7 +205,7 @@ def test_common_beginnings_in_random_order(pages, cached, stock, stock_cached, p
         if draw.random() < 0.01 and engine.scheduler.running:
             engine.preempt()  # which resets the cache
         engine.step()
-        engine.session.coordinator.check_integrity()
+        check_integrity(engine.session.coordinator)
     engine.run()
     engine.check_nothing_is_held()
     many = [tokens[name] for name in prompts]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from topkv.errors import CapabilityError, ConfigError, RequestError
+from topkv_testing.integrity import check_integrity
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import check
 
@@ -87,10 +88,10 @@ def test_an_exception_in_a_layer_leaves_nothing_behind(served, prompt):
         engine.step()
     assert coordinator.forward is None
     assert [*coordinator.requests.length] == lengths
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     for held in [*session.requests.held.values()]:
         coordinator.request_end(held.slot)
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     assert coordinator.manager.host.used == 0
 
 

@@ -21,6 +21,7 @@ from tools.authoring.tests.test_selectors import ENTRY, Ends  # noqa: E402
 from topkv.types import GroupShape, LayerView, StepTensors  # noqa: E402
 from topkv_authoring import parameters  # noqa: E402
 from topkv_authoring.sticky import prefer_resident, resident  # noqa: E402
+from topkv_testing.integrity import check_integrity  # noqa: E402
 from topkv_testing.kit import params_of  # noqa: E402
 from topkv_testing.machines.lifecycle_model import (  # noqa: E402
     DIM,
@@ -238,7 +239,7 @@ def decode(on, steps=9, **options):
         view = coordinator.layers[0].selector.view
         assert view.held.data_ptr() == coordinator.manager.stores[0].unit_slot[0].data_ptr()
         assert resident(view).shape == (len(rows) * KV_HEADS, view.group.max_units)
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     coordinator.close()
     return [after - before for before, after in pairwise(misses[1:])]
 

@@ -22,6 +22,7 @@ from topkv_bench.document import SCHEMA
 from topkv_bench.drift import DriftingSelector, effective
 from topkv_bench.phases import MODEL, PHASES, Span, device_times, kernel_phases
 from topkv_cli.group import topkv
+from topkv_testing.integrity import check_integrity
 
 SPARSE = {"algorithm": "quest", "backend": "triton_attention", "budget": 128, "unit": 16}
 SETS = [word for name, value in SPARSE.items() for word in ("--set", f"{name}={value}")]
@@ -191,7 +192,7 @@ def test_a_model_attends_to_the_drifting_selection_and_its_tail(model):
             do_sample=False,
             max_new_tokens=12,
         )
-        coordinator.check_integrity()
+        check_integrity(coordinator)
     finally:
         with_drift.close()
     assert [isinstance(each, DriftingSelector) for each in selectors] == [False] * 2 + [True] * 2
@@ -248,7 +249,7 @@ def test_a_filled_pool_is_what_a_prompt_of_random_keys_leaves(model):
         coordinator = made.coordinator
         (slot,) = cache.slots
         assert coordinator.length(slot) == 300
-        coordinator.check_integrity()
+        check_integrity(coordinator)
         path = coordinator.layers[3]
         blocks = StoredHistory(path, slot, 0, 300, 64, torch.float32, model.device)
         keys = torch.cat([k for _, k, _ in blocks])

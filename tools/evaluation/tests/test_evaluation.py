@@ -27,6 +27,7 @@ from topkv_evaluation.eval.runs import Run
 from topkv_evaluation.retrieval import ASK_BYTES, VALUE_DIGITS, make_prompt
 from topkv_evaluation.tasks.files import read_file
 from topkv_evaluation.tasks.prompts import Prompts
+from topkv_testing.integrity import check_integrity
 
 DIM, LAYERS = 64, 6
 FAST = ("--device", "cpu", "--dense-layers", "none", "--contexts", "768", "--questions", "4")
@@ -50,7 +51,7 @@ def run(model, task, text, share, batch=32, dense=()):
     with torch.inference_mode(), attach(model, config, engine="transformers") as handle:
         done = Run(handle, task, cell.budget, min(batch, len(task.questions)))
         done.all()
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
         return done, done.row() | {"unit": choice(text).unit if text else None}, config
 
 

@@ -24,6 +24,7 @@ from topkv_evaluation.eval.cells import Cell, Grid, config_of, run_cells
 from topkv_evaluation.eval.plan import Options, Plan
 from topkv_evaluation.eval.runs import Run
 from topkv_evaluation.retrieval import ASK_BYTES
+from topkv_testing.integrity import check_integrity
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +95,7 @@ def run(model, task, text, share=TOPK / LONGEST, dense=()):
     with torch.inference_mode(), attach(model, config, engine="transformers") as handle:
         done = Run(handle, task, cell.budget, len(task.questions))
         done.all()
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
         return done.answers, done.row()
 
 

@@ -15,11 +15,13 @@ from topkv_evaluation.eval.cells import Cell, Grid, config_of, run_cells
 from topkv_evaluation.eval.choices import read_algorithms
 from topkv_evaluation.eval.prefills import Prefills, replay
 from topkv_evaluation.loading import load_model
+from topkv_testing.integrity import check_integrity
 
 CHOICES = (
     "quest,pariskv,pqcache,rocketkv,clusterkv,snapkv:window=16,generated=40,streaming_llm,exact,"
     "quest:share=FSS,unit=32,stages=top_p,double_sparsity:scope=shared"
 )
+
 TIMES = {"seconds", "decode_seconds"}
 
 
@@ -126,7 +128,7 @@ def test_what_is_kept_stays_below_the_limit(model, task, forwards):
         other = replace(task, contexts=(task.contexts[1],))
         kept.read(handle, other, 0, 300)[0].close()
         assert kept.left > 0
-        handle.coordinator.check_integrity()
+        check_integrity(handle.coordinator)
 
 
 def test_a_replay_that_is_interrupted_leaves_nothing(model, task, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS
@@ -46,7 +47,7 @@ def run(coordinator, tokens=PROMPT, salt=b"", steps=3):
         outputs.append(run_forward(coordinator, chunks, decode, new, QUERIES[:, first:end])[:, -1])
     coordinator.keeper.publish(slot, tokens, salt)
     coordinator.request_end(slot)
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     return found, torch.stack(outputs[-1 - steps :])
 
 

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 
 from topkv.errors import HostMemoryError, RequestError
 from topkv_prefixes.pages import PrefixPages, page_keys
+from topkv_testing.integrity import check_pages
 from topkv_testing.machines.engine_pages import PAGE
 from topkv_testing.machines.host_pool import HostPoolMachine
 from topkv_testing.machines.prefixes import run_prefixes
@@ -118,7 +119,7 @@ class PublishedMachine(RuleBasedStateMachine):
             used = {page for pages in self.held for page in pages}
             assert (self.pool.used, self.pool.free) == (len(used), self.total - len(used))
             assert (self.pool.kept, self.pool.evicted) == (len(self.kept), self.evicted)
-            self.pool.check_integrity(self.held)
+            check_pages(self.pool, self.held)
 
 
 @pytest.mark.parametrize("machine", [UnpublishedMachine, PublishedMachine])

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from topkv.errors import ConfigError, RequestError
 from topkv_prefixes.pages import PrefixPages, tenant_in
 from topkv_prefixes.prefixes import IDLE_TENANTS
+from topkv_testing.integrity import check_pages
 from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.quotas import run_quota_scene, take
 from topkv_testing.tiers import tier
@@ -118,7 +119,7 @@ class QuotaMachine(RuleBasedStateMachine):
         for tenant, limit in self.limits.items():
             assert limit is None or kept[tenant] <= limit
         assert (self.pool.free, self.pool.evicted) == (self.free, self.evicted)
-        self.pool.check_integrity(self.held)
+        check_pages(self.pool, self.held)
 
 
 def test_quotas_of_pages():

@@ -13,6 +13,7 @@ from topkv.errors import HostMemoryError
 from topkv_prefixes import calls, fetching
 from topkv_prefixes.fetching import Fetch
 from topkv_prefixes.places import fingerprint_of
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.engine_pages import run_forward
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.machines.storage import (
@@ -151,7 +152,7 @@ def test_a_prompt_that_may_not_wait_is_computed(make, shelf):
     while late.keeper.poll() or host.lent:
         pass
     assert host.used == 0
-    late.check_integrity()
+    check_integrity(late)
     shelf.before = lambda call, keys: None
     torch.testing.assert_close(outputs, run(make(params={"keep": "prompt"}))[1], rtol=0, atol=0)
 

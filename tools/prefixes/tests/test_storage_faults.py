@@ -14,6 +14,7 @@ from topkv.errors import StorageError
 from topkv_prefixes import calls, fetching, tier
 from topkv_prefixes.calls import Workers, answer_of
 from topkv_prefixes.storage import StorageUsage
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.handed_over import on_a_shelf, run_interrupted
 from topkv_testing.machines.storage_faults import (
     in_a_child,
@@ -208,7 +209,7 @@ def test_a_child_that_gets_pages_lets_go_of_them(make_stored, shelf):
     def life():
         assert coordinator.keeper.poll() == 0
         assert coordinator.manager.host.used == 0
-        coordinator.check_integrity()
+        check_integrity(coordinator)
         coordinator.close()
 
     assert in_a_child(life)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from topkv.errors import CapabilityError, HostMemoryError, RequestError
 from topkv_prefixes import suspended
+from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples
 from topkv_testing.machines.dropping import Lives
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
@@ -63,7 +64,7 @@ def test_a_request_goes_on_to_the_bit(on, monkeypatch, host_format):
             outs = life(random, made, [slot, twin], further, 6)
             for one, other in zip(*outs, strict=True):
                 assert torch.equal(one, other)
-            second.check_integrity()
+            check_integrity(second)
         finally:
             for coordinator in made:
                 coordinator.close()
@@ -99,7 +100,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(make):
     assert second.manager.host.free == 2
     with pytest.raises(HostMemoryError):
         suspended.resume(second, state, blocks)
-    second.check_integrity()
+    check_integrity(second)
 
 
 def test_a_suspended_request_knows_what_went():

@@ -15,6 +15,7 @@ from topkv_prefixes import fetching
 from topkv_prefixes.calls import Workers
 from topkv_simulate import tiers as simulated
 from topkv_simulate.tiers import Sizes
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.kept import keeping
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, doubles, make_coordinator
@@ -120,7 +121,7 @@ class Life:
             self.settle()
         while self.running:
             self.end()
-        self.coordinator.check_integrity()
+        check_integrity(self.coordinator)
         return self.reported
 
     def run(self, drawn, answer, salt):

@@ -57,6 +57,3 @@ class EngineKVPool(HostKVPool):
             self._check_leased(page)
             self.references[page] -= 1
         return []
-
-    def _free_problems(self) -> list[str]:
-        return []

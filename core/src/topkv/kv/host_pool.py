@@ -20,7 +20,7 @@ POISON = 0xFF
 class PageAllocator:
     """Page ids ``1 .. num_pages - 1`` and their reference counts. Page 0 is never leased.
 
-    ``free + used == num_pages - 1`` after every call; ``check_integrity`` says so.
+    ``free + used == num_pages - 1`` after every call.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -90,40 +90,6 @@ class PageAllocator:
     def _check_leased(self, page: int) -> None:
         if not 0 < page < self.num_pages or self.references[page] == 0:
             raise RequestError(f"page {page} is not leased, so it cannot be shared or released")
-
-    def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
-        """Compare the counts with the pages that requests hold.
-
-        Args:
-            holders: the page list of each request.
-
-        Raises:
-            RequestError: a count is wrong, or a page is lost or free twice.
-        """
-        counts = np.zeros(self.num_pages, dtype=np.int32)
-        for pages in holders:
-            np.add.at(counts, np.asarray(pages, dtype=np.int64), 1)
-        problems = [
-            f"page {page} has {self.references[page]} references, its holders are {counts[page]}"
-            for page in np.flatnonzero(counts != self.references)
-        ]
-        if counts[0]:
-            problems.append("page 0 was leased")
-        problems += self._free_problems()
-        if problems:
-            raise RequestError("host pool integrity: " + "; ".join(problems))
-
-    def _free_problems(self) -> list[str]:
-        problems = []
-        if len(set(self._free)) != len(self._free):
-            problems.append("a page is in the free list twice")
-        if self.references[np.asarray(self._free, dtype=np.int64)].any():
-            problems.append("a page in the free list is still referenced")
-        if 0 in self._free:
-            problems.append("page 0 is in the free list")
-        if self.free + int((self.references > 0).sum()) != self.num_pages - 1:
-            problems.append("free and used pages do not add up")
-        return problems
 
 
 class HostKVPool(PageAllocator):

@@ -8,7 +8,6 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from topkv.errors import RequestError
 from topkv.hooks.host_format import HostFormat
 from topkv.kv.host_format import PLAIN
 from topkv.kv.host_pool import POISON, entry_view
@@ -166,23 +165,3 @@ class GroupStore:
         """Maps, order and scratch."""
         maps = (self.unit_slot, self.slot_unit, self.order, self.state, self.stamp)
         return sum(tensor.nbytes for tensor in (*maps, self.counters, self.before))
-
-    def check_maps(self) -> None:
-        """Check that order is a permutation, the two maps are inverse, and no stamp is left.
-
-        Raises:
-            RequestError: with the first thing that is wrong.
-        """
-        slots = self.group.buffer_slots
-        expected = torch.arange(slots, device=self.order.device).expand(self.order.shape)
-        if not torch.equal(self.order.long().sort(-1).values, expected):
-            raise RequestError("the eviction order of a lane is not a permutation of its slots")
-        if (self.stamp != UNSELECTED).any():
-            raise RequestError("a stamp outlived its plan")
-        held = self.slot_unit >= 0
-        back = self.unit_slot.gather(-1, self.slot_unit.clamp(min=0).long())
-        if not torch.equal(back[held].long(), expected[held]):
-            raise RequestError("a slot's unit does not point back at it")
-        present = (self.unit_slot >= 0).sum(-1)
-        if not torch.equal(held.sum(-1), present) or self.unit_slot.min() < -1:
-            raise RequestError("a unit claims a slot that does not hold it")

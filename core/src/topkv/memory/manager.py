@@ -128,21 +128,6 @@ class SparseKVCacheManager:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
-        """Check that counts add up on both tiers, and every map is consistent. Slow; for tests.
-
-        Args:
-            holders: the pages of each request.
-
-        Raises:
-            RequestError: with the first thing that is wrong.
-        """
-        self.synchronize()
-        self.host.check_integrity(holders)
-        for store in self.stores:
-            if store.group.residency == "sparse":
-                store.check_maps()
-
     def close(self) -> None:
         """Unregister the host pool, when the device has done with it. Idempotent."""
         self.synchronize()

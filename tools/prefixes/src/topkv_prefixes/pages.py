@@ -202,27 +202,6 @@ class PrefixPages(PageAllocator):
             self.lent.remove(page)
         return self.release(pages)
 
-    def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
-        """Check as ``PageAllocator``; lent pages are held too."""
-        super().check_integrity([*holders, self.lent])
-
-    def _free_problems(self) -> list[str]:
-        problems = super()._free_problems()
-        if self.references[list(self._kept)].any() or not self._kept.keys() <= self._key_of.keys():
-            problems.append("a page that is kept is held, or cannot be found")
-        if {page: key for key, page in self._page_of.items()} != self._key_of:
-            problems.append("pages and their keys do not belong together")
-        parts = [page for kept in self._kept_for.values() for page in kept]
-        if sorted(parts) != sorted(self._kept) or any(
-            self.tenant_of(self._key_of[page]) != tenant
-            for tenant, kept in self._kept_for.items()
-            for page in kept.keys() & self._key_of.keys()
-        ):
-            problems.append("what is kept for tenants is not what is kept")
-        if set(self._free) & self._key_of.keys():
-            problems.append("a page in the free list can be found")
-        return problems
-
 
 class PrefixKVPool(PrefixPages, HostKVPool):
     """A host pool that keeps published pages.

@@ -35,6 +35,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from topkv.report import Occupancy, TransferReport, count_occupancy
+from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import KitTests, Subject, examples
 from topkv_testing.machines.lifecycle_model import (
     DIM,
@@ -266,7 +267,7 @@ class ObserverTests(KitTests):
             for one, other in zip(watched.outputs, plain.outputs, strict=True):
                 # Padded rows hold anything, yet the same with the observer and without.
                 assert torch.equal(one.nan_to_num(7), other.nan_to_num(7)), "outputs are others"
-            watched.coordinator.check_integrity()
+            check_integrity(watched.coordinator)
             watched.coordinator.close()
             plain.coordinator.close()
 

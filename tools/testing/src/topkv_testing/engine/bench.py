@@ -14,6 +14,7 @@ from topkv.config import SparseConfig
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
 from topkv_testing.engine.case import EngineCase
+from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import Subject
 from topkv_testing.models.doubles import Entries
 from topkv_testing.models.engine_doubles import BenchEntries, Fault, Watcher, roving_units
@@ -186,7 +187,7 @@ class Attached:
         assert free == slots, f"{slots - free} of {slots} request slots are still taken"
         used = coordinator.manager.host.used
         assert used == 0, f"{used} host pages are still leased"
-        coordinator.check_integrity()
+        check_integrity(coordinator)
         coordinator.request_end(coordinator.request_begin())
         assert coordinator.requests.free == slots, "a forward is still open: requests do not end"
 

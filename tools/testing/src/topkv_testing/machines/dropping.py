@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples
 from topkv_testing.machines.lifecycle_model import (
     DIM,
@@ -144,7 +145,7 @@ class Lives:
 
     def check(self) -> None:
         """Assert that the pages are those of the remaining tokens, shared ones counted once."""
-        self.coordinator.check_integrity()
+        check_integrity(self.coordinator)
         held = {page for slot in self.left for page in self.coordinator.requests.pages.of(slot)}
         assert self.coordinator.manager.host.used == len(held)
         assert 0 not in held

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import RequestError
+from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples
 from topkv_testing.machines.lifecycle_model import (
     DIM,
@@ -74,8 +75,8 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert that pages add up on both sides."""
-        self.own.check_integrity()
-        self.handed.check_integrity()
+        check_integrity(self.own)
+        check_integrity(self.handed)
         held = {page for pages in self.pages.values() for page in pages}
         assert self.handed.manager.host.used == len(held)
 

@@ -19,6 +19,7 @@ from topkv.errors import StorageError
 from topkv_prefixes import suspended
 from topkv_prefixes.objects import HEADER
 from topkv_prefixes.stored import StoredSession, StoredSessions
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, doubles, make_coordinator
 from topkv_testing.models.storage_doubles import SHELVES, Shelf
@@ -91,7 +92,7 @@ def run_handed_over(on: Tier, **options: Any) -> None:
             expected = go_on(slot)
             ours = go_on(take(second, stored[name]), second)
             torch.testing.assert_close(ours, expected, rtol=0, atol=0)
-        second.check_integrity()
+        check_integrity(second)
         for name in "ab":
             stored[name].discard()
         assert not shelf.objects, "objects stay behind"

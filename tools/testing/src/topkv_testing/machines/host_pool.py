@@ -29,6 +29,7 @@ from torch import Tensor
 from topkv.errors import HostMemoryError, RequestError
 from topkv.kv.host_pool import HostKVPool, PageAllocator, entry_view
 from topkv.types import GroupShape
+from topkv_testing.integrity import check_pages
 
 
 def _group(layers: tuple[int, ...], unit: int, lane_heads: int) -> GroupShape:
@@ -116,7 +117,7 @@ class HostPoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def find_corruption(self, data: st.DataObject) -> None:
-        """``check_integrity`` finds every kind of corruption."""
+        """``check_pages`` finds every kind of corruption."""
         references, free = self.pool.references, self.pool._free
         held = sorted(self.counts)
         kept = references.copy(), list(free)
@@ -134,13 +135,13 @@ class HostPoolMachine(RuleBasedStateMachine):
             free.append(free[0])
         else:
             free.append(held[0])
-        with pytest.raises(RequestError, match="host pool integrity"):
-            self.pool.check_integrity(self.holders)
+        with pytest.raises(AssertionError, match="host pool integrity"):
+            check_pages(self.pool, self.holders)
         references[:], free[:] = kept
         if held:
             holders[next(i for i, pages in enumerate(holders) if pages)].pop()
-            with pytest.raises(RequestError, match="its holders are"):
-                self.pool.check_integrity(holders)
+            with pytest.raises(AssertionError, match="its holders are"):
+                check_pages(self.pool, holders)
 
     @invariant()
     def adds_up(self) -> None:
@@ -152,14 +153,14 @@ class HostPoolMachine(RuleBasedStateMachine):
         for page in range(self.total + 1):
             assert self.pool.references[page] == counts[page]
             assert self.pool.shared(page) == (counts[page] > 1)
-        self.pool.check_integrity(self.holders)
+        check_pages(self.pool, self.holders)
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):
             for pages in self.holders:
                 self.pool.release(pages)
             assert (self.pool.free, self.pool.used) == (self.total, 0)
-            self.pool.check_integrity([])
+            check_pages(self.pool, [])
 
 
 class HostKVPoolMachine(HostPoolMachine):

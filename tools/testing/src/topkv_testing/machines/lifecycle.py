@@ -38,6 +38,7 @@ from hypothesis.stateful import (
 )
 
 from topkv.plugins import PluginRegistry
+from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples
 from topkv_testing.machines.lifecycle_calls import Calls, any_live
 from topkv_testing.machines.lifecycle_checks import Checks
@@ -64,7 +65,7 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
             self.coordinator.forward_abort()
             for slot in list(self.coordinator.requests.active.nonzero()[0]):
                 self.coordinator.request_end(int(slot))
-            self.coordinator.check_integrity()
+            check_integrity(self.coordinator)
             assert self.coordinator.manager.host.used == 0
             assert self.coordinator.requests.free == REQUESTS
         finally:

@@ -9,6 +9,7 @@ from topkv.kv.host_pool import POISON
 from topkv.kv.store import GroupStore
 from topkv.report import TransferReport
 from topkv.types import LayerView
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import RESIDENT, SPARSE, STREAMED, Side
 from topkv_testing.models.cache_model import RequestModel
 
@@ -29,7 +30,7 @@ class Checks(Side):
     def check_counts(self) -> None:
         """Check slots, pages, page tables, and the counts that the core reports."""
         coordinator, manager = self.coordinator, self.coordinator.manager
-        coordinator.check_integrity()
+        check_integrity(coordinator)
         assert manager.host.free == self.pages.free
         assert coordinator.requests.free == len(coordinator.requests.active) - len(self.live)
         self.pages.match({slot: coordinator.requests.pages.of(slot) for slot in self.live})

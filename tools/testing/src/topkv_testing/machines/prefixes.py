@@ -18,6 +18,7 @@ from torch import Tensor
 
 from topkv import SparseCoordinator
 from topkv.errors import HostMemoryError, RequestError
+from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.kept import make_kept
@@ -184,7 +185,7 @@ class Lives:
             does += [self.decode, self.rewrite, self.cut, self.publish, self.end, self.end]
         does += [self.kept.keeper.forget, *self.further()]
         self.data.draw(st.sampled_from(does), "action")()
-        self.kept.check_integrity()
+        check_integrity(self.kept)
 
     def further(self) -> list[Callable[[], None]]:
         """Further actions that may be drawn."""

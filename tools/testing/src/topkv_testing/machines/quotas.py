@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from topkv import SparseCoordinator
+from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS
@@ -53,5 +54,5 @@ def run_quota_scene(on: Tier) -> None:
         assert prefixes.length([9] * 17) == 16, "nobody else's pages went"
     with prefixes.tenant("c"):
         assert prefixes.length([5] * 24) == 0, "nobody else's pages are found"
-    coordinator.check_integrity()
+    check_integrity(coordinator)
     coordinator.close()
