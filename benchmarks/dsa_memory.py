@@ -38,7 +38,7 @@ class Resident:
         self.first = torch.tensor(slots, dtype=torch.int32, device="cuda")[:, None] * TOKENS
         self.newest, self.pools = self.first[:, 0], {}
         for path in coordinator.layers:
-            rows = path.format.encode(*[random(TOKENS, 1, DIM)] * 2)[0]
+            rows = path.format.pack(*[random(TOKENS, 1, DIM)] * 2)[0]
             rows = rows.reshape(TOKENS, *path.k_slots.shape[1:])
             pool = rows.repeat(len(slots), 1, 1, 1)
             path.transfer, path.k_slots, path.v_slots = self, pool, pool

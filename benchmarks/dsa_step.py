@@ -58,7 +58,7 @@ def fill(coordinator: SparseCoordinator) -> int:
     for start in range(0, CONTEXT, CHUNK):
         coordinator.forward_begin(prefill=[(slot, CHUNK)])
         for path in coordinator.layers:
-            rows = path.format.encode(*[random(CHUNK, 1, DIM)] * 2)
+            rows = path.format.pack(*[random(CHUNK, 1, DIM)] * 2)
             path.transfer.store_chunk(path.view, slot, start, *rows, start + CHUNK, True)
             keys = random(CHUNK, 1, INDEX.head_dim)
             path.algorithm.construct(path.view, slot, start, keys, none, none, none)

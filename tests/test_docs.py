@@ -301,7 +301,7 @@ def test_every_suite_is_documented_with_its_options_and_tests():
     page = library.kit()
     found = [cls for cls in _suites() if f"## `{cls.__name__}`\n" in page]
     # A keeper is called by its own package alone, and host formats by transfer engines.
-    assert {cls.kind for cls in found} == set(kinds()) - {"keeper", "host_format"}
+    assert {cls.kind for cls in found} == set(kinds()) - {"keeper", "kv_format", "host_format"}
     for cls in found:
         section = page.split(f"## `{cls.__name__}`\n", 1)[1].split("\n## ", 1)[0]
         tests = {name for name in dir(cls) if name.startswith("test_")}

@@ -52,6 +52,9 @@ EXPECTED = {
         "observer.after_forward": "self report",
         "keeper.host_pool": "self",
         "keeper.bind": "self coordinator",
+        "kv_format.row": "self",
+        "kv_format.pack": "self k v out",
+        "kv_format.unpack": "self k v dtype",
         "host_format.coded_bytes": "self",
         "host_format.round": "self k v out",
         "host_format.parts": "self entries",
@@ -87,6 +90,7 @@ SETUPS = {
     "engine": ("EngineSetup", "registry"),
     "observer": ("ObserverSetup", "config params"),
     "keeper": ("KeeperSetup", "params config registry"),
+    "kv_format": ("KVFormatSetup", "model"),
     "host_format": ("HostFormatSetup", "model group"),
 }
 

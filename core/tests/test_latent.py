@@ -12,10 +12,10 @@ from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, RequestError
 from topkv.kv import host_pool
-from topkv.kv.token_format import decode_fp8, encode_fp8
 from topkv.ops import chunk_attention
 from topkv.plugins import PluginRegistry
 from topkv.types import Index, IndexerShape, ModelShape
+from topkv_authoring.latent_fp8 import decode_fp8, encode_fp8
 from topkv_testing.doubles import GATHER, Entries, Gather
 from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples

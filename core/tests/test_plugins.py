@@ -46,6 +46,7 @@ def test_the_core_brings_its_own_entries():
     assert [(record.kind, record.name, record.package) for record in records] == [
         ("eviction", "lru", "topkv"),
         ("host_format", "model", "topkv"),
+        ("kv_format", "model", "topkv"),
         ("topk", "radix", "topkv"),
         ("transfer", "zero_copy", "topkv"),
     ]

@@ -24,6 +24,7 @@ KINDS = {
     "observer": "Observer",
     "stage": "Stage",
     "keeper": "Keeper",
+    "kv_format": "KV format",
     "host_format": "Host format",
 }
 """Modules of ``topkv.hooks`` in the order of the page, and their titles."""

@@ -46,11 +46,6 @@ class BetweenForwards:
         plugins = make_plugins(registry or default_registry(), config)
         return Tensors(config, plugins, torch.device("meta")).memory(plugins)
 
-    @property
-    def generated_limit(self) -> int | None:
-        """Most tokens that may follow a prompt; None for any number."""
-        return None if self.requests.generated == 2**31 - 1 else self.requests.generated
-
     def request_begin(self, pages: Sequence[int] = (), length: int = 0) -> int:
         """Take a request slot; with pages of an engine, see ``Requests.begin``."""
         check_held(self.requests, pages, length)

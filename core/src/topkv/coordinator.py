@@ -197,7 +197,7 @@ class SparseCoordinator(BetweenForwards):
         """Append the new tokens; return the units that they attend to, loaded. None for all."""
         lanes = path.lanes
         k, v = path.host.round(k, v, lanes.packed)
-        path.transfer.append(path.view, *path.format.encode(k, v, lanes.packed))
+        path.transfer.append(path.view, *path.format.pack(k, v, lanes.packed))
         if not path.selector:
             return None
         selection = path.selector.select(q, k, v, index)

@@ -25,6 +25,7 @@ KINDS = (
     "engine",
     "observer",
     "keeper",
+    "kv_format",
     "host_format",
 )
 """Kinds of the core. Packages may bring further ones (``topkv.plugins.kinds``)."""
@@ -59,7 +60,7 @@ class Capabilities:
         units: smallest and largest unit in tokens, both included.
         scopes: of ``SCOPES``.
         attention: of ``"gqa"`` and ``"mla"``.
-        kv_formats: of ``"model"`` and ``"fp8"``, token formats that a backend reads.
+        kv_formats: names of KV formats that a backend reads (``topkv.hooks.kv_format``).
         host_formats: names of host formats in which a transfer engine keeps entries in host
             memory (``topkv.hooks.host_format``).
         needs_index: the algorithm selects by what the model's own indexer computes.

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from topkv.hooks.backend import BackendSetup
-from topkv.kv.token_format import encode_fp8
 from topkv.types import GroupShape, ModelShape, Tables
+from topkv_authoring.latent_fp8 import encode_fp8
 from topkv_authoring.page_table import adapt_page_table
 from topkv_flashmla.backend import FlashMLA
 from topkv_flashmla.support import LATENT, PAGE

@@ -7,8 +7,8 @@ import torch
 from attrs import evolve
 
 from topkv.hooks.backend import BackendSetup
-from topkv.kv.token_format import decode_fp8, encode_fp8
 from topkv.types import GroupShape, ModelShape, Tables
+from topkv_authoring.latent_fp8 import decode_fp8, encode_fp8
 from topkv_flashmla import providers
 from topkv_testing.backend.plans import StepInputs
 from topkv_testing.oracle import attention

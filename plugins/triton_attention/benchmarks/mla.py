@@ -27,8 +27,8 @@ from attrs import evolve, frozen
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from topkv.kv.token_format import ROW_BYTES, encode_fp8
 from topkv.types import Tables
+from topkv_authoring.latent_fp8 import ROW_BYTES, encode_fp8
 from topkv_testing.timing import graph_us
 from topkv_triton_attention.mla_launch import LatentDecoder, LatentLaunch
 from topkv_triton_attention.mla_reference import LatentShape

@@ -15,7 +15,6 @@ from topkv.entries import IMPLS
 from topkv.errors import CapabilityError
 from topkv.hooks import backend as specs
 from topkv.hooks.backend import BackendSetup
-from topkv.kv.token_format import KV_FORMATS
 from topkv.plugins.contract import check_instance
 from topkv.types import GroupShape, ModelShape
 from topkv_triton_attention import entry
@@ -36,7 +35,7 @@ def test_the_entry_says_what_the_backend_checks():
     [record] = entry.topkv_register_backends()
     capabilities = record.capabilities
     assert capabilities.attention == ("gqa", "mla")
-    assert capabilities.kv_formats == KV_FORMATS
+    assert capabilities.kv_formats == ("model", "fp8")
     # These depend on the kind of attention, which an entry cannot say: the backend refuses.
     assert capabilities.head_dims is None
     assert capabilities.max_group is None

@@ -19,7 +19,7 @@ from plugins.triton_attention.tests.latent_cases import (
 )
 from plugins.triton_attention.tests.making import made
 from topkv.errors import CapabilityError
-from topkv.kv.token_format import encode_fp8
+from topkv_authoring.latent_fp8 import encode_fp8
 from topkv_testing.kit import examples
 from topkv_testing.tiers import CUDA, Tier, tier
 from topkv_triton_attention import reference

@@ -24,7 +24,6 @@ from topkv.hooks.topk import TopK, TopKSetup
 from topkv.hooks.transfer import Transfer, TransferSetup
 from topkv.kv.host_pool import HostKVPool
 from topkv.kv.step import StepUploader
-from topkv.kv.token_format import TokenFormat
 from topkv.memory.manager import SparseKVCacheManager
 from topkv.plugins import PluginRegistry
 from topkv.plugins.contract import has_hook
@@ -205,7 +204,6 @@ def connect(
     manager, transfers, paths = tensors.manager, [], []
     for index, store in enumerate(manager.stores):
         views = [tensors.views[layer][0] for layer in store.group.layers]
-        token = TokenFormat.of(config.model, config.kv_format, config.impl)
         setup = TransferSetup(store, views, plugins.eviction)
         engine: Transfer = registry.create("transfer", config.transfer, setup, config.impl)
         transfers.append(engine)
@@ -218,7 +216,7 @@ def connect(
                     transfer=engine,
                     backend=plugins.backends[index],
                     lanes=tensors.lanes[index],
-                    format=token,
+                    format=config.format,
                     host=store.host,
                     selector=tensors.views[view.layer][1],
                     k_slots=k_slots,

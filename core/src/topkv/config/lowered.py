@@ -14,6 +14,7 @@ from topkv.config.sources import Setting
 from topkv.config.stages import StageSettings
 from topkv.errors import ConfigError
 from topkv.hooks.host_format import HostFormat
+from topkv.hooks.kv_format import KVFormat
 from topkv.kv.host_format import PLAIN
 from topkv.types import GroupShape, ModelShape
 
@@ -79,6 +80,7 @@ class LoweredConfig(Settings[Never, int | None]):
     Attributes:
         device: where the model decodes.
         model: geometry of the attention layers.
+        format: stored form of keys and values.
         groups: by first layer; every layer of the model is in one of them.
         num_pages: pages of the host pool: those of ``max_tokens``, a partly filled one
             for each request, and page 0, which is never leased.
@@ -93,6 +95,7 @@ class LoweredConfig(Settings[Never, int | None]):
     device: torch.device
     model: ModelShape
     num_pages: int
+    format: KVFormat = field(eq=False)
     groups: tuple[LoweredGroup, ...] = ()
     capturable: bool = True
     host_file: int | None = field(default=None)

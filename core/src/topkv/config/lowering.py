@@ -36,9 +36,10 @@ from topkv.config.sources import (
 from topkv.config.stages import Named, option_reasons, regrain_reasons
 from topkv.errors import CONFIG_REFUSED, ConfigError, ReasonsError
 from topkv.hooks.host_format import HostFormat, HostFormatSetup
+from topkv.hooks.kv_format import KVFormat, KVFormatSetup
 from topkv.kv.host_format import PLAIN
+from topkv.kv.kv_format import AsMade
 from topkv.kv.layout import lay_out
-from topkv.kv.token_format import TokenFormat, format_reasons
 from topkv.messages import shown
 from topkv.plugins import PluginRegistry
 from topkv.types import GroupShape, ModelShape
@@ -127,8 +128,11 @@ def _settle(
             known.set(name, derived.get(name))
     values = {name: each.value for name, each in known.settings.items() if name in SHARED}
     values["max_request_tokens"] = -(-request // page) * page
-    lowered = LoweredConfig(**values, device=device, model=model, num_pages=num_pages)
-    reasons += format_reasons(model, lowered.kv_format)
+    setup = KVFormatSetup(model)
+    plain: KVFormat = AsMade(setup)
+    made = _format(known, "kv_format", values["kv_format"], values["impl"], setup, plain)
+    shared = {"device": device, "model": model, "num_pages": num_pages, "format": made}
+    lowered = LoweredConfig(**values, **shared)
     if lowered.prefill_block_tokens % page:
         reasons.append(
             f"prefill_block_tokens must be a multiple of page_tokens, got "
@@ -224,6 +228,7 @@ def _plugins(known: Resolver, plan: LayerPlan, lowered: LoweredConfig) -> list[P
         "algorithm": plan.algorithm,
         "backend": lowered.backend,
         "transfer": lowered.transfer,
+        "kv_format": lowered.kv_format,
     }
     if plan.sparse:
         names |= {"eviction": lowered.eviction, "topk": lowered.topk}
@@ -235,7 +240,7 @@ def _plugins(known: Resolver, plan: LayerPlan, lowered: LoweredConfig) -> list[P
 def _shape(lowered: LoweredConfig, layers: list[int], plan: LayerPlan) -> GroupShape:
     heads, reach = lowered.model.num_kv_heads, lowered.max_request_tokens
     lanes = heads if plan.scope == "kv_head" else 1
-    token = TokenFormat.of(lowered.model, lowered.kv_format)
+    token = lowered.format.row()
     return GroupShape(
         layers=tuple(layers),
         unit=plan.unit,
@@ -256,22 +261,26 @@ def _shape(lowered: LoweredConfig, layers: list[int], plan: LayerPlan) -> GroupS
 
 def _host_format(known: Resolver, lowered: LoweredConfig, shape: GroupShape) -> HostFormat:
     """Make the host format of a sparse group; the plain one where it cannot be had."""
-    plugin = known.plugin("host_format", lowered.host_format)
-    if plugin.entry is None or lowered.impl not in plugin.entry.impls:
-        return PLAIN
-    setup = HostFormatSetup(lowered.model, shape)
-    try:
-        made: HostFormat = known.registry.create(
-            "host_format", lowered.host_format, setup, lowered.impl
-        )
-    except ReasonsError as error:
-        known.reasons += [f"{plugin.who}: {reason}" for reason in error.reasons]
-        return PLAIN
+    name, setup = lowered.host_format, HostFormatSetup(lowered.model, shape)
+    made: HostFormat = _format(known, "host_format", name, lowered.impl, setup, PLAIN)
     if made.coded_bytes() % 16:
         known.reasons.append(
-            f"{plugin.who}: coded_bytes must be a multiple of 16, got {made.coded_bytes()}"
+            f"{known.plugin('host_format', name).who}: coded_bytes must be a multiple of 16, got "
+            f"{made.coded_bytes()}"
         )
     return made
+
+
+def _format(known: Resolver, kind: str, name: str, impl: str, setup: Any, plain: Any) -> Any:
+    """Make a format of a kind; the plain one where it cannot be had."""
+    plugin = known.plugin(kind, name)
+    if plugin.entry is None or impl not in plugin.entry.impls:
+        return plain
+    try:
+        return known.registry.create(kind, name, setup, impl)
+    except ReasonsError as error:
+        known.reasons += [f"{plugin.who}: {reason}" for reason in error.reasons]
+        return plain
 
 
 def _in_tokens(shape: GroupShape, select: int) -> GroupShape:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from topkv.entries import NoParameters, PluginEntry
+from topkv.messages import shown
 
 if TYPE_CHECKING:
     from topkv.config.lowered import LoweredConfig
     from topkv.config.sources import Setting
     from topkv.config.stages import StageSettings
 
-READERS = ("algorithm", "stage", "backend", "host_format")
+READERS = ("algorithm", "stage", "backend", "kv_format", "host_format")
 """Kinds that read rows of keys and values; others move and evict rows."""
 
 SELECTING = ("algorithm", "stage")
@@ -134,7 +135,8 @@ def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> 
                 "choose another backend, or leave the stage out"
             )
     if config.kv_format not in caps.kv_formats:
-        yield f"reads rows of kv_format {', '.join(caps.kv_formats)}, got {config.kv_format}"
+        read = ", ".join(caps.kv_formats)
+        yield f"reads rows of kv_format {read}, got {shown(config.kv_format)}"
     if plan.residency == "streamed" and config.device.type == "cuda" and not caps.host_memory:
         yield "cannot read mapped host memory, so no layer can be streamed: make it resident"
 

@@ -19,7 +19,6 @@ from topkv.config.layers import DENSE, overrides
 from topkv.config.stages import Named, StageSettings
 from topkv.entries import IMPLS, SCOPES
 from topkv.errors import ConfigError
-from topkv.kv.token_format import KV_FORMATS
 
 Unset = TypeVar("Unset")
 """None in ``SparseConfig``, where a setting may be left out; nothing in ``LoweredConfig``."""
@@ -132,9 +131,9 @@ class Settings(Generic[Unset, Size]):
     max_request_tokens: int | Unset = setting(checks.count)
     """tokens that one request can reach; ``max_tokens`` by default."""
 
-    kv_format: str | Unset = setting(one_of(KV_FORMATS), "model")
-    """``"model"`` for keys and values as the model makes them, or ``"fp8"`` for latent rows of 656
-    bytes."""
+    kv_format: str | Unset = setting(checks.plugin, "model")
+    """stored form of keys and values on both tiers: ``"model"`` as the model makes them, or the
+    name of a plugin that packs them, such as ``"fp8"`` for latent rows of 656 bytes."""
 
     host_format: str | Unset = setting(checks.plugin, "model")
     """how sparse layers keep keys and values in host memory: ``"model"`` as the model makes them,

@@ -25,7 +25,7 @@ class LaneBuffers:
         side: the stream that loads ahead, see ``topkv.decode.loads``.
         tables: page table and lengths, see ``topkv.types.Tables``.
         lse: fp32 ``[B, 1, H]``.
-        packed: of each plane ``[B, Hkv, dim]`` new tokens, where the token format packs or rounds
+        packed: of each plane ``[B, Hkv, dim]`` new tokens, where the KV format packs or rounds
             them; else None.
         prompts: by slot the selection of its prompt chunk's rows, from the layer that selected
             last; None where they attend to all.

@@ -14,8 +14,8 @@ from topkv.decode.loads import Loads
 from topkv.decode.selectors import Selector
 from topkv.hooks.backend import Backend
 from topkv.hooks.host_format import HostFormat
+from topkv.hooks.kv_format import KVFormat
 from topkv.hooks.transfer import Transfer
-from topkv.kv.token_format import TokenFormat
 from topkv.types import LayerView
 
 
@@ -39,7 +39,7 @@ class LayerPath:
     transfer: Transfer
     backend: Backend
     lanes: LaneBuffers
-    format: TokenFormat
+    format: KVFormat
     host: HostFormat
     selector: Selector | None
     k_slots: Tensor

@@ -27,6 +27,12 @@ def topkv_register_evictions() -> list[PluginEntry]:
 
 
 @hookimpl
+def topkv_register_kv_formats() -> list[PluginEntry]:
+    every = Capabilities(attention=("gqa", "mla"))
+    return [PluginEntry("model", "kv_format", "topkv.kv.kv_format:AsMade", capabilities=every)]
+
+
+@hookimpl
 def topkv_register_host_formats() -> list[PluginEntry]:
     every = Capabilities(attention=("gqa", "mla"))
     return [PluginEntry("model", "host_format", "topkv.kv.host_format:plain", capabilities=every)]

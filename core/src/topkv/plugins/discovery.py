@@ -21,7 +21,8 @@ The hook of a kind is named after it and returns ``list[PluginEntry]``:
 ``topkv_register_algorithms``, ``topkv_register_stages``, ``topkv_register_backends``,
 ``topkv_register_transfers``, ``topkv_register_evictions``, ``topkv_register_topks``,
 ``topkv_register_engines``, ``topkv_register_observers``, ``topkv_register_keepers``,
-``topkv_register_host_formats``, and ``topkv_register_storages`` of ``topkv-prefixes``.
+``topkv_register_kv_formats``, ``topkv_register_host_formats``, and
+``topkv_register_storages`` of ``topkv-prefixes``.
 """
 
 from __future__ import annotations

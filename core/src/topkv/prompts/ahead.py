@@ -94,7 +94,7 @@ class HistoryAhead:
                 if staged is None or staged.number != number:
                     staged = self._fetch(number)
                 self._side.join(staged.ready)
-                yield first, *path.format.decode(staged.k, staged.v, dtype)
+                yield first, *path.format.unpack(staged.k, staged.v, dtype)
                 self._fetch_ahead(number + PLACES)
 
     def end(self) -> None:

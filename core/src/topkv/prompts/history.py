@@ -46,7 +46,7 @@ class StoredHistory:
             k = torch.empty(shape, dtype=group.dtype, device=self.device)
             v = torch.empty_like(k) if group.planes == 2 else k
             path.transfer.fetch(path.view, self.slot, first, k, v)
-            k, v = path.format.decode(k, v, self.dtype)
+            k, v = path.format.unpack(k, v, self.dtype)
             cut = max(0, self.start - first)
             yield first + cut, k[cut:], v[cut:]
 
@@ -67,4 +67,4 @@ def open_unit(
         ring[slot, :, at, :, :filled].flatten(0, 1).transpose(0, 1).clone()
         for ring in (path.view.ring_k, path.view.ring_v)
     )
-    return path.format.decode(k, v, dtype)
+    return path.format.unpack(k, v, dtype)

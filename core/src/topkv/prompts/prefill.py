@@ -58,8 +58,8 @@ class Prefill:
         slot, selector = chunk.slot, path.selector
         start = int(self.requests.length[slot])
         # The stored rows are attended, so that chunks of any size give the same.
-        stored = path.format.encode(*path.host.round(k, v))
-        k, v = path.format.decode(*stored, self.config.model.dtype)
+        stored = path.format.pack(*path.host.round(k, v))
+        k, v = path.format.unpack(*stored, self.config.model.dtype)
         history, chosen = self.ahead.blocks(path, slot), None
         if selector and selector.selects_prompts:
             chosen = selector.select_prompt(slot, start, q, k, v, index)
@@ -92,7 +92,7 @@ class Prefill:
         if not isinstance(selector, Own) or selector.selects_prompts:
             self._store(path, slot, start, *stored)
             return
-        k, v = path.format.decode(*stored, dtype)
+        k, v = path.format.unpack(*stored, dtype)
         before_k, before_v = open_unit(path, selector.view.group.unit, slot, start, dtype)
         self._store(path, slot, start, *stored)
         if len(before_k):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from topkv.kv.fp8_kernels import e4m3_bits
+from topkv_authoring.latent_fp8_kernels import e4m3_bits
 from topkv_fp8_host_format import rows
 
 PAIRS = tl.constexpr(rows.FINE_PAIRS)

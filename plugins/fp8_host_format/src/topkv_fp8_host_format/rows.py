@@ -31,7 +31,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv.kv.token_format import E4M3_MAX
+from topkv_authoring.latent_fp8 import E4M3_MAX
 
 EXPONENTS = {torch.float16: (-15, 8), torch.bfloat16: (-117, 120), torch.float32: (-117, 120)}
 """Least and largest power of a scale, by the dtype of keys and values."""

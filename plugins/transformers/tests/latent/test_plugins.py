@@ -11,8 +11,9 @@ import torch
 from transformers import DynamicCache
 
 import topkv
-from topkv.kv.token_format import LATENT, ROPE, decode_fp8, encode_fp8
 from topkv.plugins import PluginRegistry
+from topkv_authoring import entry as formats
+from topkv_authoring.latent_fp8 import LATENT, ROPE, decode_fp8, encode_fp8
 from topkv_transformers import entry
 
 algorithm = pytest.importorskip("topkv_deepseek_dsa.entry")
@@ -38,6 +39,7 @@ def plugins(dsa):
         "deepseek-dsa": algorithm,
         "triton-attention": backend,
         "triton-topk": topk,
+        "authoring": formats,
     }
     dsa.registry = PluginRegistry(
         [(f"topkv-{name}", topkv.__version__, module) for name, module in packages.items()]

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def decoded(codes, scale, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Bytes of e4m3fn times scales. No code of a live token is NaN (``kv.token_format`` clamps).
+    """Bytes of e4m3fn times scales. No code of a live token is NaN (``latent_fp8`` clamps).
 
     A scale is a power of two, so each product is exact in 16 bits as it is in 32.
     """
@@ -47,7 +47,7 @@ def load_row(
     INTERPRETED: tl.constexpr,
 ):
     """Latents ``[BLOCK_N, BLOCK_L]`` and rope parts ``[BLOCK_N, BLOCK_R]`` of the rows that begin
-    at the pointers ``p_rows``. With TILES > 0 rows are packed, see ``topkv.kv.token_format``: a
+    at the pointers ``p_rows``. With TILES > 0 rows are packed (``topkv_authoring.latent_fp8``): a
     scale per ``LATENT // TILES`` latents, and rope elements in bfloat16. Rows that are not live
     give 0.
     """

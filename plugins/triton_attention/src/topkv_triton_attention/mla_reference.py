@@ -10,8 +10,8 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.errors import CapabilityError
-from topkv.kv.token_format import LATENT, ROPE, ROW_BYTES, TILE, decode_fp8
 from topkv.types import GroupShape, ModelShape, Tables
+from topkv_authoring.latent_fp8 import LATENT, ROPE, ROW_BYTES, TILE, decode_fp8
 from topkv_triton_attention import reference
 
 
@@ -23,7 +23,7 @@ class LatentShape:
         latent: elements of a value.
         rope: further elements of a key; 0 for none.
         kv_format: ``"model"``, rows in the dtype of q, or ``"fp8"``, see
-            ``topkv.kv.token_format``.
+            ``topkv_authoring.latent_fp8``.
     """
 
     latent: int

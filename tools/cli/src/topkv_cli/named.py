@@ -12,7 +12,7 @@ from topkv.config.stages import Named
 from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.plugins import PluginRegistry
 
-SINGLE = ("algorithm", "backend", "transfer", "eviction", "topk", "host_format")
+SINGLE = ("algorithm", "backend", "transfer", "eviction", "topk", "kv_format", "host_format")
 """Kinds whose setting is the name of one plugin."""
 
 

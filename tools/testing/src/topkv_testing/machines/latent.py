@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from topkv.kv.token_format import LATENT, ROPE, ROW_BYTES, decode_fp8, encode_fp8
 from topkv.plugins import PluginRegistry
 from topkv.types import GroupShape, Index, IndexerShape, ModelShape
+from topkv_authoring.latent_fp8 import LATENT, ROPE, ROW_BYTES, decode_fp8, encode_fp8
 from topkv_testing.kit import examples
 from topkv_testing.machines.lifecycle_calls import any_live
 from topkv_testing.machines.lifecycle_model import (

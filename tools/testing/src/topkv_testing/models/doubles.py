@@ -9,10 +9,11 @@ from torch import Tensor
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.hooks.backend import BackendSetup
-from topkv.kv.token_format import decode_fp8
 from topkv.parameters import values
 from topkv.plugins.discovery import hookimpl
 from topkv.types import LayerView, Plan, Selection, Tables
+from topkv_authoring.entry import topkv_register_kv_formats
+from topkv_authoring.latent_fp8 import decode_fp8
 from topkv_fp8_host_format.entry import topkv_register_host_formats
 from topkv_prefixes.entry import topkv_register_keepers
 from topkv_testing.models.oracle import attention
@@ -224,6 +225,7 @@ class Entries:
         stages = (KEEP, KEEP_KEYS, RERANK, TO_UNITS)
         self.entries = (SCRIPTED, COMPETING, GATHER, *stages, SHELF, *further)
         self.entries += (*topkv_register_keepers(), *topkv_register_host_formats())
+        self.entries += (*topkv_register_kv_formats(),)
 
     def _of_kind(self, kind: str) -> list[PluginEntry]:
         return [entry for entry in self.entries if entry.kind == kind]
@@ -259,6 +261,10 @@ class Entries:
     @hookimpl
     def topkv_register_keepers(self) -> list[PluginEntry]:
         return self._of_kind("keeper")
+
+    @hookimpl
+    def topkv_register_kv_formats(self) -> list[PluginEntry]:
+        return self._of_kind("kv_format")
 
     @hookimpl
     def topkv_register_host_formats(self) -> list[PluginEntry]:

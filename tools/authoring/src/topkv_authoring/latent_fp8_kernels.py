@@ -1,4 +1,4 @@
-"""Packing latent rows in Triton, beside ``token_format.encode_fp8``: byte for byte the same."""
+"""Packing latent rows in Triton, beside ``latent_fp8.encode_fp8``: byte for byte the same."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations

@@ -14,7 +14,7 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from topkv.kv import fp8_kernels, token_format  # noqa: E402
+from topkv_authoring import latent_fp8, latent_fp8_kernels  # noqa: E402
 
 NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 DEVICES = [
@@ -51,9 +51,9 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 @settings(deadline=None, max_examples=30)
 def test_a_row_is_what_its_bytes_say(seed, sizes, dtype):
     x = latents(seed, sizes, dtype)
-    packed = token_format.encode_fp8(x)
+    packed = latent_fp8.encode_fp8(x)
     assert packed.shape == (len(sizes), 1, 656)
-    decoded = token_format.decode_fp8(packed, torch.float64)
+    decoded = latent_fp8.decode_fp8(packed, torch.float64)
     for row, bytes_, got in zip(x[:, 0].double(), packed[:, 0], decoded[:, 0], strict=True):
         codes = bytes_[:512].tolist()
         scales = bytes_[512:528].clone().view(torch.float32).tolist()
@@ -73,14 +73,12 @@ def test_a_row_is_what_its_bytes_say(seed, sizes, dtype):
 @given(seed=st.integers(0, 999), shift=st.integers(-8, 8))
 @settings(deadline=None, max_examples=20)
 def test_what_the_format_holds_comes_back(seed, shift):
-    once = token_format.decode_fp8(
-        token_format.encode_fp8(latents(seed, [[1.0] * 4], torch.float32))
-    )
-    again = token_format.decode_fp8(token_format.encode_fp8(once))
+    once = latent_fp8.decode_fp8(latent_fp8.encode_fp8(latents(seed, [[1.0] * 4], torch.float32)))
+    again = latent_fp8.decode_fp8(latent_fp8.encode_fp8(once))
     assert torch.equal(once, again)
     moved = once.clone()
     moved[..., :512] *= 2.0**shift
-    back = token_format.decode_fp8(token_format.encode_fp8(moved))
+    back = latent_fp8.decode_fp8(latent_fp8.encode_fp8(moved))
     assert torch.equal(back[..., :512], once[..., :512] * 2.0**shift)
 
 
@@ -90,11 +88,11 @@ def test_the_kernel_writes_the_same_bytes(device):
     @settings(deadline=None, max_examples=12 if device == "cpu" else 40)
     def check(seed, sizes, dtype, apart):
         x = latents(seed, sizes, dtype)
-        expected = token_format.encode_fp8(x)
+        expected = latent_fp8.encode_fp8(x)
         if apart:  # rows of a wider tensor
             x = torch.cat([x, x], -1)[..., :576]
         out = torch.full((len(sizes), 1, 704), 0x77, dtype=torch.uint8, device=device)
-        fp8_kernels.encode_fp8(x.to(device), out[..., :656], 512, 128, 64)
+        latent_fp8_kernels.encode_fp8(x.to(device), out[..., :656], 512, 128, 64)
         assert torch.equal(out[..., :656].cpu(), expected)
         assert (out[..., 656:] == 0x77).all(), "wrote behind a row"
 
@@ -113,6 +111,6 @@ def test_every_code_rounds_to_itself_and_ties_to_even(device):
     x[:, 0, 0:512:128] = 448.0  # scale 1
     expected = x[:, 0, :512].to(torch.float8_e4m3fn).view(torch.uint8)
     out = torch.empty((4, 1, 656), dtype=torch.uint8, device=device)
-    fp8_kernels.encode_fp8(x.to(device), out, 512, 128, 64)
+    latent_fp8_kernels.encode_fp8(x.to(device), out, 512, 128, 64)
     assert torch.equal(out[:, 0, :512].cpu(), expected)
-    assert torch.equal(token_format.encode_fp8(x), out.cpu())
+    assert torch.equal(latent_fp8.encode_fp8(x), out.cpu())
