@@ -112,6 +112,9 @@ def _traits_of(node: ast.FunctionDef) -> list[str]:
         match each:
             case ast.Call(func=ast.Attribute(attr="require"), args=[ast.Constant(value=trait)]):
                 found.append(str(trait))
+            case ast.Call(func=ast.Name(id="drawn"), keywords=given):
+                stated = [each.value for each in given if each.arg == "traits"]
+                found += [str(trait) for each in stated for trait in ast.literal_eval(each)]
             case ast.Compare(
                 left=ast.Constant(value=trait), comparators=[ast.Attribute(attr="traits")]
             ):

@@ -77,6 +77,12 @@ def require_interpreted(subject: Subject) -> None:
         pytest.skip("of kernels on a CPU that state capture; on a device a graph shows it")
 
 
+def require_graph(subject: Subject) -> None:
+    """Skip the test unless a CUDA graph can hold what it runs."""
+    if subject.tier.name != "gpu" or not subject.entry.capabilities.capture:
+        pytest.skip("needs a CUDA device, and an entry that states capture")
+
+
 @contextmanager
 def no_host_reads() -> Iterator[None]:
     """Make torch refuse to read a tensor on the host, or to make a shape from data.

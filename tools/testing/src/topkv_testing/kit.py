@@ -12,12 +12,15 @@ Every test of a suite takes ``subject`` alone, so that it can also be called as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import pytest
 from attrs import field, frozen
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from topkv.assembly.stages import Stages
 from topkv.checks import Refused
@@ -30,6 +33,8 @@ from topkv.plugins import registry as default_registry
 from topkv_testing.models.doubles import Entries
 from topkv_testing.models.stage_doubles import Offered
 from topkv_testing.tiers import Tier
+
+Data = st.DataObject
 
 
 def params_of(entry: PluginEntry, given: Mapping[str, Any]) -> Any:
@@ -167,7 +172,7 @@ def examples(tier: Tier, cpu: int, interpret: int, gpu: int | None = None) -> se
     Args:
         tier: where the test runs.
         cpu, interpret, gpu: examples under a profile with hypothesis' own 100 examples; the
-            current profile scales them. ``gpu`` is ``cpu`` unless given.
+            current profile scales them, and 0 is one under any. ``gpu`` is ``cpu`` unless given.
     """
     counts = {"cpu": cpu, "interpret": interpret, "gpu": cpu if gpu is None else gpu}
     profile = settings()
@@ -175,3 +180,44 @@ def examples(tier: Tier, cpu: int, interpret: int, gpu: int | None = None) -> se
     long = () if tier.impl == "reference" else (Phase.shrink, Phase.explain)
     phases = [phase for phase in profile.phases if phase not in long]
     return settings(max_examples=max(1, count), deadline=None, phases=phases)
+
+
+def drawn(
+    cpu: int,
+    interpret: int,
+    gpu: int | None = None,
+    *,
+    traits: Sequence[str] = (),
+    needs: Sequence[Callable[[Subject], object]] = (),
+    **strategies: Any,
+) -> Callable[[Callable[..., None]], Callable[[Any, Subject], None]]:
+    """Make a test of a suite, which takes ``subject`` alone, of one that takes drawn values too.
+
+    Args:
+        cpu, interpret, gpu: as of ``examples``.
+        traits: those that the entry has to state; else the test is skipped.
+        needs: called with the subject before anything is drawn; they skip what does not suit.
+        strategies: those of the further arguments by name, or functions that make them for a
+            subject. An argument ``data`` needs none.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[[Any, Subject], None]:
+        own, subject_, *further = inspect.signature(test).parameters.values()
+
+        @wraps(test)
+        def run(self: Any, subject: Subject) -> None:
+            for trait in traits:
+                subject.require(trait)
+            for need in needs:
+                need(subject)
+            chosen = {"data": st.data()} if "data" in [each.name for each in further] else {}
+            for name, strategy in strategies.items():
+                chosen[name] = strategy(subject) if callable(strategy) else strategy
+            few = examples(subject.tier, cpu, interpret, gpu)
+            few(given(**chosen)(test))(self, subject)
+
+        # pytest and authors see what they call, and not what is drawn.
+        vars(run)["__signature__"] = inspect.Signature([own, subject_])
+        return run
+
+    return decorate

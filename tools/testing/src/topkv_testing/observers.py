@@ -30,13 +30,12 @@ from typing import Any
 import pytest
 import torch
 from attrs import field, frozen
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from topkv.report import Occupancy, TransferReport, count_occupancy
 from topkv_testing.integrity import check_integrity
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import KitTests, Subject, drawn
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -238,54 +237,41 @@ class ObserverTests(KitTests):
         """Options of the observer. To be overridden."""
         raise NotImplementedError(f"{type(self).__name__} must define the fixture 'options'")
 
-    def test_it_gathers_what_forwards_were(self, subject: Subject) -> None:
+    @drawn(cpu=40, interpret=3, program=steps())
+    def test_it_gathers_what_forwards_were(self, subject: Subject, program: list[Step]) -> None:
         """It agrees with the oracle after each forward, also after a dropped one."""
-
-        @examples(subject.tier, cpu=40, interpret=3)
-        @given(steps())
-        def run(program: list[Step]) -> None:
-            watched = Watched(subject)
+        watched = Watched(subject)
+        watched.check(subject.options)
+        for step in program:
+            watched.run(step)
             watched.check(subject.options)
-            for step in program:
-                watched.run(step)
-                watched.check(subject.options)
-            watched.coordinator.close()
+        watched.coordinator.close()
 
-        run()
-
-    def test_forwards_are_the_same_without_it(self, subject: Subject) -> None:
+    @drawn(cpu=20, interpret=2, program=steps())
+    def test_forwards_are_the_same_without_it(self, subject: Subject, program: list[Step]) -> None:
         """Outputs are equal bit for bit, and the state of requests is whole."""
+        watched, plain = Watched(subject), Watched(subject, named=False)
+        for step in program:
+            watched.run(step)
+            plain.run(step)
+        assert watched.reported == plain.reported, "transfers are others with the observer"
+        for one, other in zip(watched.outputs, plain.outputs, strict=True):
+            # Padded rows hold anything, yet the same with the observer and without.
+            assert torch.equal(one.nan_to_num(7), other.nan_to_num(7)), "outputs are others"
+        check_integrity(watched.coordinator)
+        watched.coordinator.close()
+        plain.coordinator.close()
 
-        @examples(subject.tier, cpu=20, interpret=2)
-        @given(steps())
-        def run(program: list[Step]) -> None:
-            watched, plain = Watched(subject), Watched(subject, named=False)
-            for step in program:
-                watched.run(step)
-                plain.run(step)
-            assert watched.reported == plain.reported, "transfers are others with the observer"
-            for one, other in zip(watched.outputs, plain.outputs, strict=True):
-                # Padded rows hold anything, yet the same with the observer and without.
-                assert torch.equal(one.nan_to_num(7), other.nan_to_num(7)), "outputs are others"
-            check_integrity(watched.coordinator)
-            watched.coordinator.close()
-            plain.coordinator.close()
-
-        run()
-
-    def test_each_coordinator_has_its_own(self, subject: Subject) -> None:
+    @drawn(cpu=20, interpret=2, first=steps(), second=steps())
+    def test_each_coordinator_has_its_own(
+        self, subject: Subject, first: list[Step], second: list[Step]
+    ) -> None:
         """Two that take turns gather nothing of each other."""
-
-        @examples(subject.tier, cpu=20, interpret=2)
-        @given(steps(), steps())
-        def run(first: list[Step], second: list[Step]) -> None:
-            one, two = Watched(subject), Watched(subject)
-            for turn in range(max(len(first), len(second))):
-                for watched, program in ((one, first), (two, second)):
-                    if turn < len(program):
-                        watched.run(program[turn])
-            for watched in (one, two):
-                watched.check(subject.options)
-                watched.coordinator.close()
-
-        run()
+        one, two = Watched(subject), Watched(subject)
+        for turn in range(max(len(first), len(second))):
+            for watched, program in ((one, first), (two, second)):
+                if turn < len(program):
+                    watched.run(program[turn])
+        for watched in (one, two):
+            watched.check(subject.options)
+            watched.coordinator.close()

@@ -28,14 +28,13 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import frozen
-from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv_prefixes.calls import answer_of
 from topkv_prefixes.objects import HEADER, write_header
 from topkv_prefixes.settings import keeps_quotas
 from topkv_prefixes.storage import OWNER_BYTES, Place, Storage, StorageSetup
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 
 MOST_BYTES = 3 * 4096
 """Bytes of the largest object of the suite."""
@@ -246,31 +245,26 @@ class StorageTests(KitTests):
         """How an empty storage is made."""
         return StorageOptions()
 
-    def test_it_holds_what_a_dict_would(self, subject: Subject) -> None:
+    @drawn(cpu=40, interpret=1)
+    def test_it_holds_what_a_dict_would(self, subject: Subject, data: Data) -> None:
         """Puts, gets, deletes and questions in any order; gets cut into other parts than puts."""
-
-        @examples(subject.tier, cpu=40, interpret=1)
-        @given(st.data())
-        def run(data: st.DataObject) -> None:
-            bench = Bench(subject)
-            for number in range(data.draw(st.integers(1, 8), "calls")):
-                some = data.draw(st.lists(keys, max_size=4, unique=True), "keys")
-                sizes = [data.draw(cuts, "parts") for _ in some]
-                match data.draw(st.sampled_from(["put", "put", "get", "delete", "exists"])):
-                    case "put":
-                        bench.put(some, sizes, number)
-                    case "get":
-                        bench.get(some, sizes)
-                        bench.get_all()
-                    case "delete":
-                        bench.delete(some)
-                    case "exists":
-                        bench.exists(some)
-                bench.usage()
-            bench.get_all()
-            bench.storage.close()
-
-        run()
+        bench = Bench(subject)
+        for number in range(data.draw(st.integers(1, 8), "calls")):
+            some = data.draw(st.lists(keys, max_size=4, unique=True), "keys")
+            sizes = [data.draw(cuts, "parts") for _ in some]
+            match data.draw(st.sampled_from(["put", "put", "get", "delete", "exists"])):
+                case "put":
+                    bench.put(some, sizes, number)
+                case "get":
+                    bench.get(some, sizes)
+                    bench.get_all()
+                case "delete":
+                    bench.delete(some)
+                case "exists":
+                    bench.exists(some)
+            bench.usage()
+        bench.get_all()
+        bench.storage.close()
 
     def test_the_first_put_stays(self, subject: Subject) -> None:
         """A second put answers that the object is there, and does not replace it."""

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from attrs import frozen
 from hypothesis import given
@@ -29,8 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from topkv.hooks.topk import TopKSetup
-from topkv_testing.host_reads import no_host_reads, require_interpreted
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.host_reads import no_host_reads, require_graph, require_interpreted
+from topkv_testing.kit import KitTests, Subject, drawn, examples
 from topkv_testing.strategies import seeds
 
 GARBAGE = -77
@@ -45,6 +44,8 @@ ODD_BITS = (
     *(0x3F800000, 0x3F800001, 0xBF800000, 0xBF800001),
 )
 """Both zeros, subnormals, the largest numbers, infinities, NaN, and neighbours, as fp32."""
+
+BITS = st.one_of(st.sampled_from(ODD_BITS), st.integers(0, 2**32 - 1))
 
 Rows = NDArray[np.float32]
 """``[N, U]``."""
@@ -134,47 +135,44 @@ class TopKTests(KitTests):
 
     kind = "topk"
 
-    def test_any_bits(self, subject: Subject) -> None:
+    @drawn(
+        cpu=100,
+        interpret=40,
+        palette=st.lists(BITS, min_size=1, max_size=12),
+        spread=st.sampled_from([0, 1, 40, 2**20]),
+        width=st.integers(1, 300),
+        select=st.integers(1, 310),
+        lengths=st.lists(st.integers(-1, 301), min_size=1, max_size=3),
+        seed=seeds(),
+    )
+    def test_any_bits(
+        self,
+        subject: Subject,
+        palette: list[int],
+        spread: int,
+        width: int,
+        select: int,
+        lengths: list[int],
+        seed: int,
+    ) -> None:
         """Any fp32 there is, also NaN, both zeros and subnormals, in rows of any length."""
-        bits = st.one_of(st.sampled_from(ODD_BITS), st.integers(0, 2**32 - 1))
+        random = np.random.default_rng(seed)
+        chosen = random.choice(np.array(palette, dtype=np.uint64), (len(lengths), width))
+        noise = random.integers(0, spread + 1, chosen.shape, dtype=np.uint64)
+        scores = ((chosen + noise) & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+        work = _made(subject, len(lengths), width, select)
+        check(work, subject.tier.device, scores, lengths, select)
 
-        @examples(subject.tier, cpu=100, interpret=40)
-        @given(
-            palette=st.lists(bits, min_size=1, max_size=12),
-            spread=st.sampled_from([0, 1, 40, 2**20]),
-            width=st.integers(1, 300),
-            select=st.integers(1, 310),
-            lengths=st.lists(st.integers(-1, 301), min_size=1, max_size=3),
-            seed=seeds(),
-        )
-        def run(
-            palette: list[int],
-            spread: int,
-            width: int,
-            select: int,
-            lengths: list[int],
-            seed: int,
-        ) -> None:
-            random = np.random.default_rng(seed)
-            chosen = random.choice(np.array(palette, dtype=np.uint64), (len(lengths), width))
-            noise = random.integers(0, spread + 1, chosen.shape, dtype=np.uint64)
-            scores = ((chosen + noise) & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
-            work = _made(subject, len(lengths), width, select)
-            check(work, subject.tier.device, scores, lengths, select)
-
-        run()
-
-    def test_of_equal_scores_the_lower_index_wins(self, subject: Subject) -> None:
+    @drawn(
+        cpu=60, interpret=15, values=st.integers(1, 4), select=st.integers(1, 300), seed=seeds()
+    )
+    def test_of_equal_scores_the_lower_index_wins(
+        self, subject: Subject, values: int, select: int, seed: int
+    ) -> None:
         """Rows of few values, in which K cuts through a mass of ties."""
-
-        @examples(subject.tier, cpu=60, interpret=15)
-        @given(st.integers(1, 4), st.integers(1, 300), seeds())
-        def run(values: int, select: int, seed: int) -> None:
-            scores = np.random.default_rng(seed).integers(0, values, (2, 700)) - 1
-            work = _made(subject, 2, 700, select)
-            check(work, subject.tier.device, scores.astype(np.float32), [700, 511], select)
-
-        run()
+        scores = np.random.default_rng(seed).integers(0, values, (2, 700)) - 1
+        work = _made(subject, 2, 700, select)
+        check(work, subject.tier.device, scores.astype(np.float32), [700, 511], select)
 
     def test_ragged_lengths(self, subject: Subject) -> None:
         """Lengths beside K, beside powers of two, below 0 and beyond the row, in one call."""
@@ -238,8 +236,7 @@ class TopKTests(KitTests):
 
     def test_captured_replays_follow_scores_and_lengths(self, subject: Subject) -> None:
         """In one CUDA graph behind the kernel that makes the scores."""
-        if subject.tier.name != "gpu" or not subject.entry.capabilities.capture:
-            pytest.skip("this is about CUDA graphs, of what states that it can be captured")
+        require_graph(subject)
         for width in (subject.options or TopKOptions()).widths:
             _check_replays(_made(subject, 4, width, 64), subject.tier.device, width)
 

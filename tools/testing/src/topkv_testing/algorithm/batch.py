@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from topkv_testing.algorithm.bench import AlgorithmBench, lanes
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.cases import cases
 from topkv_testing.differences import difference
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 
 
 class BatchTests(KitTests):
@@ -22,141 +22,122 @@ class BatchTests(KitTests):
 
     kind = "algorithm"
 
-    def test_rows_do_not_see_each_other(self, subject: Subject) -> None:
+    @drawn(cpu=60, interpret=3, gpu=20, case=cases)
+    def test_rows_do_not_see_each_other(self, subject: Subject, case: Case, data: Data) -> None:
         """A ragged padded batch selects what each row selects alone, all else being NaN."""
+        together = AlgorithmBench(subject, case)
+        sizes = [data.draw(together.long_lengths()) for _ in range(2)]
+        first, second = data.draw(st.permutations(range(together.requests)))[:2]
+        rows = data.draw(st.permutations([first, second, -1]))
+        q, new = case.queries(3), case.tokens(9)[:3]
+        for slot, size in zip((first, second), sizes, strict=True):
+            together.prefill(slot, case.tokens(slot)[:size])
+        together.append(rows, new)
+        q[rows.index(-1)] = torch.nan
+        ids = lanes(together.retrieve(q, rows))
+        for slot, size in zip((first, second), sizes, strict=True):
+            alone, row = AlgorithmBench(subject, case), rows.index(slot)
+            alone.prefill(slot, case.tokens(slot)[:size])
+            alone.append([slot], new[row : row + 1])
+            got = lanes(alone.retrieve(q[row : row + 1], [slot]))[0]
+            assert got == ids[row], f"row {row} selects {ids[row]} in a batch, {got} alone"
 
-        @examples(subject.tier, cpu=60, interpret=3, gpu=20)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            together = AlgorithmBench(subject, case)
-            sizes = [data.draw(together.long_lengths()) for _ in range(2)]
-            first, second = data.draw(st.permutations(range(together.requests)))[:2]
-            rows = data.draw(st.permutations([first, second, -1]))
-            q, new = case.queries(3), case.tokens(9)[:3]
-            for slot, size in zip((first, second), sizes, strict=True):
-                together.prefill(slot, case.tokens(slot)[:size])
-            together.append(rows, new)
-            q[rows.index(-1)] = torch.nan
-            ids = lanes(together.retrieve(q, rows))
-            for slot, size in zip((first, second), sizes, strict=True):
-                alone, row = AlgorithmBench(subject, case), rows.index(slot)
-                alone.prefill(slot, case.tokens(slot)[:size])
-                alone.append([slot], new[row : row + 1])
-                got = lanes(alone.retrieve(q[row : row + 1], [slot]))[0]
-                assert got == ids[row], f"row {row} selects {ids[row]} in a batch, {got} alone"
-
-        check()
-
-    def test_slots_and_host_pages_do_not_matter(self, subject: Subject) -> None:
+    @drawn(cpu=60, interpret=3, gpu=20, case=cases)
+    def test_slots_and_host_pages_do_not_matter(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """Other slots, other host pages, another order of rows: the same selection."""
+        here = AlgorithmBench(subject, case)
+        there = AlgorithmBench(subject, case, pages_seed=1)
+        moved = data.draw(st.permutations(range(here.requests)))
+        for slot in range(here.requests):
+            keys = case.tokens(slot)[: data.draw(here.long_lengths())]
+            here.prefill(slot, keys)
+            there.prefill(moved[slot], keys)
+        q, rows = case.queries(here.requests), list(range(here.requests))
+        new = case.tokens(9)[: here.requests]
+        here.append(rows, new)
+        there.append(moved[::-1], new.flip(0))
+        ids = lanes(here.retrieve(q, rows))
+        got = lanes(there.retrieve(q.flip(0), moved[::-1]))[::-1]
+        assert got == ids, f"selected are {ids}, and {got} in slots {moved} on other pages"
 
-        @examples(subject.tier, cpu=60, interpret=3, gpu=20)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            here = AlgorithmBench(subject, case)
-            there = AlgorithmBench(subject, case, pages_seed=1)
-            moved = data.draw(st.permutations(range(here.requests)))
-            for slot in range(here.requests):
-                keys = case.tokens(slot)[: data.draw(here.long_lengths())]
-                here.prefill(slot, keys)
-                there.prefill(moved[slot], keys)
-            q, rows = case.queries(here.requests), list(range(here.requests))
-            new = case.tokens(9)[: here.requests]
-            here.append(rows, new)
-            there.append(moved[::-1], new.flip(0))
-            ids = lanes(here.retrieve(q, rows))
-            got = lanes(there.retrieve(q.flip(0), moved[::-1]))[::-1]
-            assert got == ids, f"selected are {ids}, and {got} in slots {moved} on other pages"
-
-        check()
-
-    def test_heads_are_alike(self, subject: Subject) -> None:
+    @drawn(
+        cpu=80,
+        interpret=4,
+        gpu=20,
+        traits=["head_equivariant"],
+        case=partial(cases, kv_heads=(3, 2)),
+    )
+    def test_heads_are_alike(self, subject: Subject, case: Case, data: Data) -> None:
         """Permuted kv-heads, with their query heads, select the same, permuted."""
-        subject.require("head_equivariant")
         scopes = subject.entry.capabilities.scopes
         if scopes is not None and "kv_head" not in scopes:
             pytest.skip(f"{subject.entry.name}: no scope in which kv-heads select for themselves")
+        g = case.geometry
+        order = data.draw(st.permutations(range(g.kv_heads)))
+        here, there = (AlgorithmBench(subject, case, requests=1) for _ in range(2))
+        there._prompt = _permuted(there._prompt, order)
+        keys = case.tokens(0)[: data.draw(here.long_lengths())]
+        here.prefill(0, keys)
+        there.prefill(0, keys[:, order] if keys.shape[1] > 1 else keys)
+        q = case.queries(1)
+        ids = lanes(here.retrieve(q, [0]))[0]
+        lane_order = order if g.scope == "kv_head" else [0]
+        expected = [ids[lane] for lane in lane_order]
+        got = lanes(there.retrieve(_permuted(q[:, 0], order)[:, None], [0]))[0]
+        assert got == expected, f"heads {order} select {got}, expected {expected}"
 
-        @examples(subject.tier, cpu=80, interpret=4, gpu=20)
-        @given(case=cases(subject, kv_heads=(3, 2)), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            g = case.geometry
-            order = data.draw(st.permutations(range(g.kv_heads)))
-            here, there = (AlgorithmBench(subject, case, requests=1) for _ in range(2))
-            there._prompt = _permuted(there._prompt, order)
-            keys = case.tokens(0)[: data.draw(here.long_lengths())]
-            here.prefill(0, keys)
-            there.prefill(0, keys[:, order] if keys.shape[1] > 1 else keys)
-            q = case.queries(1)
-            ids = lanes(here.retrieve(q, [0]))[0]
-            lane_order = order if g.scope == "kv_head" else [0]
-            expected = [ids[lane] for lane in lane_order]
-            got = lanes(there.retrieve(_permuted(q[:, 0], order)[:, None], [0]))[0]
-            assert got == expected, f"heads {order} select {got}, expected {expected}"
-
-        check()
-
-    def test_heads_do_not_see_each_other(self, subject: Subject) -> None:
+    @drawn(cpu=60, interpret=3, gpu=20, case=partial(cases, kv_heads=(3, 2)))
+    def test_heads_do_not_see_each_other(self, subject: Subject, case: Case, data: Data) -> None:
         """A lane selects the same beside other heads, unless ``spec`` says that it uses all of
         them; if it uses none, other keys and queries change nothing at all."""
+        here, there = (AlgorithmBench(subject, case, requests=1) for _ in range(2))
+        heads, lane_heads = here.spec.heads, here.group.lane_heads
+        if heads == "all" or (heads == "own" and lane_heads == 1):
+            return
+        own = data.draw(st.integers(0, lane_heads - 1))
+        kept = (torch.arange(case.geometry.kv_heads) == own) & (heads == "own")
+        length, q = data.draw(here.long_lengths()), case.queries(1)
+        keys, others = case.tokens(0)[:length], case.tokens(7)[:length]
+        there._prompt = _beside(here._prompt, case.queries(case.most, 61)[:, 0], kept)
+        here.prefill(0, keys)
+        there.prefill(0, _beside(keys, others, kept))
+        new = case.tokens(9)[:1]
+        here.append([0], new)
+        there.append([0], _beside(new, case.tokens(8)[:1], kept))
+        expected = lanes(here.retrieve(q, [0]))[0][own]
+        asked = _beside(q, case.queries(1, 60), kept)
+        got = lanes(there.retrieve(asked, [0]))[0][own]
+        reported = f"spec() says heads={heads!r}, and beside others"
+        assert got == expected, f"{reported} lane {own} selects {got}, not {expected}"
 
-        @examples(subject.tier, cpu=60, interpret=3, gpu=20)
-        @given(case=cases(subject, kv_heads=(3, 2)), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            here, there = (AlgorithmBench(subject, case, requests=1) for _ in range(2))
-            heads, lane_heads = here.spec.heads, here.group.lane_heads
-            if heads == "all" or (heads == "own" and lane_heads == 1):
-                return
-            own = data.draw(st.integers(0, lane_heads - 1))
-            kept = (torch.arange(case.geometry.kv_heads) == own) & (heads == "own")
-            length, q = data.draw(here.long_lengths()), case.queries(1)
-            keys, others = case.tokens(0)[:length], case.tokens(7)[:length]
-            there._prompt = _beside(here._prompt, case.queries(case.most, 61)[:, 0], kept)
-            here.prefill(0, keys)
-            there.prefill(0, _beside(keys, others, kept))
-            new = case.tokens(9)[:1]
-            here.append([0], new)
-            there.append([0], _beside(new, case.tokens(8)[:1], kept))
-            expected = lanes(here.retrieve(q, [0]))[0][own]
-            asked = _beside(q, case.queries(1, 60), kept)
-            got = lanes(there.retrieve(asked, [0]))[0][own]
-            reported = f"spec() says heads={heads!r}, and beside others"
-            assert got == expected, f"{reported} lane {own} selects {got}, not {expected}"
-
-        check()
-
-    def test_rows_that_append_nothing_write_nothing(self, subject: Subject) -> None:
+    @drawn(cpu=80, interpret=5, gpu=20, case=cases)
+    def test_rows_that_append_nothing_write_nothing(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """Idle rows and padded rows leave every pool as it is, but for host page 0."""
-
-        @examples(subject.tier, cpu=80, interpret=5, gpu=20)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case)
-            for slot in range(bench.requests):
-                bench.prefill(slot, case.tokens(slot)[: data.draw(bench.lengths())])
-            before = bench.snapshot()
-            idle = data.draw(st.integers(0, bench.requests - 1))
-            bench.idle([idle, -1, -1], torch.full_like(case.tokens(9)[:3], torch.nan))
-            _assert_unchanged(bench, before, [])
-            bench.append([-1, idle, -1], case.tokens(9)[:3])
-            _assert_unchanged(bench, before, [idle])
-
-        check()
-
-    def test_requests_write_to_their_own_units(self, subject: Subject) -> None:
-        """A prompt and decoded tokens change representations of their own units alone."""
-
-        @examples(subject.tier, cpu=60, interpret=5, gpu=20)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case)
-            before = bench.snapshot()
-            slot = data.draw(st.integers(0, bench.requests - 1))
+        bench = AlgorithmBench(subject, case)
+        for slot in range(bench.requests):
             bench.prefill(slot, case.tokens(slot)[: data.draw(bench.lengths())])
-            bench.append([slot], case.tokens(9)[:1])
-            _assert_unchanged(bench, before, [slot])
+        before = bench.snapshot()
+        idle = data.draw(st.integers(0, bench.requests - 1))
+        bench.idle([idle, -1, -1], torch.full_like(case.tokens(9)[:3], torch.nan))
+        _assert_unchanged(bench, before, [])
+        bench.append([-1, idle, -1], case.tokens(9)[:3])
+        _assert_unchanged(bench, before, [idle])
 
-        check()
+    @drawn(cpu=60, interpret=5, gpu=20, case=cases)
+    def test_requests_write_to_their_own_units(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
+        """A prompt and decoded tokens change representations of their own units alone."""
+        bench = AlgorithmBench(subject, case)
+        before = bench.snapshot()
+        slot = data.draw(st.integers(0, bench.requests - 1))
+        bench.prefill(slot, case.tokens(slot)[: data.draw(bench.lengths())])
+        bench.append([slot], case.tokens(9)[:1])
+        _assert_unchanged(bench, before, [slot])
 
 
 def _permuted(q: Tensor, order: Sequence[int]) -> Tensor:

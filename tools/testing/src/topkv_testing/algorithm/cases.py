@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,3 +94,7 @@ def cases(
         weights=st.sampled_from(weights) if weights else st.none(),
         index=st.just(subject.entry.capabilities.needs_index),
     )
+
+
+rounded_cases = partial(cases, keys=("normal", "heavy"), exact=False)
+"""Cases whose data are not on the grid."""

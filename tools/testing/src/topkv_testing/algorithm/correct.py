@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from attrs import frozen
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,11 +15,11 @@ from topkv.plugins.contract import has_hook
 from topkv.types import Selection
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
-from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithm.cases import cases, rounded_cases
 from topkv_testing.algorithm.kernels import require_both
 from topkv_testing.algorithm.memory import same_bits
-from topkv_testing.host_reads import no_host_reads, require_interpreted
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.host_reads import no_host_reads, require_graph, require_interpreted
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 from topkv_testing.models.oracle import attention
 
 
@@ -115,131 +114,112 @@ class CorrectTests(KitTests):
 
     kind = "algorithm"
 
-    def test_a_correction_adds_what_is_left_out_and_nothing_else(self, subject: Subject) -> None:
+    @drawn(cpu=60, interpret=6, gpu=20, case=cases)
+    def test_a_correction_adds_what_is_left_out_and_nothing_else(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """Rows of which all is attended, and padded ones, keep their bits; no mass is lost."""
-
-        @examples(subject.tier, cpu=60, interpret=6, gpu=20)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case, values=None)
-            rows = filled(bench, case, data)
-            q = case.queries(len(rows))
-            before = attended(bench, rows, q, data.draw(selections(bench, rows)))
-            q[rows.index(-1)] = torch.nan
-            after = corrected(bench, q, rows, before)
-            lanes = bench.group.lane_heads
-            assert after.out.isfinite().all(), f"{after.out} of {before.out}"
-            for row, slot in enumerate(rows):
-                own = before.ids[row * lanes : (row + 1) * lanes]
-                left = ((own >= 0).sum(1) < bench.selectable(slot)).repeat_interleave(
-                    bench.model.num_heads // lanes
+        bench = AlgorithmBench(subject, case, values=None)
+        rows = filled(bench, case, data)
+        q = case.queries(len(rows))
+        before = attended(bench, rows, q, data.draw(selections(bench, rows)))
+        q[rows.index(-1)] = torch.nan
+        after = corrected(bench, q, rows, before)
+        lanes = bench.group.lane_heads
+        assert after.out.isfinite().all(), f"{after.out} of {before.out}"
+        for row, slot in enumerate(rows):
+            own = before.ids[row * lanes : (row + 1) * lanes]
+            left = ((own >= 0).sum(1) < bench.selectable(slot)).repeat_interleave(
+                bench.model.num_heads // lanes
+            )
+            for name in ("out", "lse"):
+                was, now = (getattr(each, name)[row, 0] for each in (before, after))
+                assert same_bits(was[~left], now[~left]), (
+                    f"row {row}: {name} of lanes without units that were left out changed "
+                    f"from {was[~left]} to {now[~left]}"
                 )
-                for name in ("out", "lse"):
-                    was, now = (getattr(each, name)[row, 0] for each in (before, after))
-                    assert same_bits(was[~left], now[~left]), (
-                        f"row {row}: {name} of lanes without units that were left out changed "
-                        f"from {was[~left]} to {now[~left]}"
-                    )
-                now, was = after.lse[row, 0, left], before.lse[row, 0, left]
-                assert (now >= was - 1e-5 * (1 + was.abs())).all(), f"lse fell: {was} to {now}"
+            now, was = after.lse[row, 0, left], before.lse[row, 0, left]
+            assert (now >= was - 1e-5 * (1 + was.abs())).all(), f"lse fell: {was} to {now}"
 
-        check()
-
-    def test_rows_are_corrected_alone(self, subject: Subject) -> None:
+    @drawn(cpu=40, interpret=4, gpu=20, case=cases, seed=st.integers(0, 99))
+    def test_rows_are_corrected_alone(
+        self, subject: Subject, case: Case, data: Data, seed: int
+    ) -> None:
         """The correction of a row depends neither on the rows beside it nor on the order of its
         ids, up to the rounding of sums."""
+        bench = AlgorithmBench(subject, case, values=None)
+        rows = filled(bench, case, data)
+        q = case.queries(len(rows))
+        before = attended(bench, rows, q, data.draw(selections(bench, rows)))
+        together = corrected(bench, q, rows, before)
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(before.ids.shape[1], generator=generator)
+        for row, slot in enumerate(rows):
+            alone = before.row(bench, row)
+            alone = Attended(alone.ids[:, order.to(bench.device)], alone.out, alone.lse)
+            got = corrected(bench, q[row : row + 1], [slot], alone)
+            expected = together.row(bench, row)
+            what = f"row {row} alone becomes {got}, in a batch {expected}"
+            eps = 4 * torch.finfo(got.out.dtype).eps
+            torch.testing.assert_close(got.out, expected.out, rtol=eps, atol=eps, msg=what)
+            torch.testing.assert_close(got.lse, expected.lse, rtol=1e-5, atol=1e-5, msg=what)
 
-        @examples(subject.tier, cpu=40, interpret=4, gpu=20)
-        @given(case=cases(subject), data=st.data(), seed=st.integers(0, 99))
-        def check(case: Case, data: st.DataObject, seed: int) -> None:
-            bench = AlgorithmBench(subject, case, values=None)
-            rows = filled(bench, case, data)
-            q = case.queries(len(rows))
-            before = attended(bench, rows, q, data.draw(selections(bench, rows)))
-            together = corrected(bench, q, rows, before)
-            generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(before.ids.shape[1], generator=generator)
-            for row, slot in enumerate(rows):
-                alone = before.row(bench, row)
-                alone = Attended(alone.ids[:, order.to(bench.device)], alone.out, alone.lse)
-                got = corrected(bench, q[row : row + 1], [slot], alone)
-                expected = together.row(bench, row)
-                what = f"row {row} alone becomes {got}, in a batch {expected}"
-                eps = 4 * torch.finfo(got.out.dtype).eps
-                torch.testing.assert_close(got.out, expected.out, rtol=eps, atol=eps, msg=what)
-                torch.testing.assert_close(got.lse, expected.lse, rtol=1e-5, atol=1e-5, msg=what)
-
-        check()
-
-    def test_kernels_correct_as_the_reference_does(self, subject: Subject) -> None:
+    @drawn(cpu=40, interpret=6, gpu=20, needs=[require_both], case=rounded_cases)
+    def test_kernels_correct_as_the_reference_does(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """Equal results, within the rounding of the output's dtype."""
-        require_both(subject)
+        benches = [
+            AlgorithmBench(subject, case, impl=impl, values=None)
+            for impl in ("reference", "triton")
+        ]
+        corrects(benches[0])
+        size = data.draw(benches[0].long_lengths())
+        for bench in benches:
+            bench.prefill(1, case.tokens(1)[:size])
+            bench.append([1], case.tokens(9)[:1])
+        q = case.queries(1)
+        before = attended(benches[0], [1], q, data.draw(selections(benches[0], [1])))
+        one, two = (corrected(bench, q, [1], before) for bench in benches)
+        eps = torch.finfo(case.geometry.dtype).eps
+        size_of = 1 + one.out.double().abs().max()
+        assert (one.out.double() - two.out.double()).abs().max() <= 8 * eps * size_of, (
+            f"the reference gives {one.out}, the kernels {two.out}"
+        )
+        torch.testing.assert_close(one.lse, two.lse, rtol=1e-4, atol=4 * eps)
 
-        @examples(subject.tier, cpu=40, interpret=6, gpu=20)
-        @given(case=cases(subject, keys=("normal", "heavy"), exact=False), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            benches = [
-                AlgorithmBench(subject, case, impl=impl, values=None)
-                for impl in ("reference", "triton")
-            ]
-            corrects(benches[0])
-            size = data.draw(benches[0].long_lengths())
-            for bench in benches:
-                bench.prefill(1, case.tokens(1)[:size])
-                bench.append([1], case.tokens(9)[:1])
-            q = case.queries(1)
-            before = attended(benches[0], [1], q, data.draw(selections(benches[0], [1])))
-            one, two = (corrected(bench, q, [1], before) for bench in benches)
-            eps = torch.finfo(case.geometry.dtype).eps
-            size_of = 1 + one.out.double().abs().max()
-            assert (one.out.double() - two.out.double()).abs().max() <= 8 * eps * size_of, (
-                f"the reference gives {one.out}, the kernels {two.out}"
-            )
-            torch.testing.assert_close(one.lse, two.lse, rtol=1e-4, atol=4 * eps)
-
-        check()
-
-    def test_a_correction_reads_nothing_on_the_host(self, subject: Subject) -> None:
+    @drawn(cpu=1, interpret=2, needs=[require_interpreted], case=cases)
+    def test_a_correction_reads_nothing_on_the_host(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """No ``item()``, ``tolist()`` or ``nonzero()``."""
-        require_interpreted(subject)
+        bench = AlgorithmBench(subject, case, values=None)
+        rows = filled(bench, case, data)
+        q = case.queries(len(rows))
+        now = attended(bench, rows, q, data.draw(selections(bench, rows)))
+        with no_host_reads():
+            bench.algorithm.correct(
+                bench.layer, q.to(bench.device), Selection(now.ids), now.out, now.lse
+            )
 
-        @examples(subject.tier, cpu=1, interpret=2)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case, values=None)
-            rows = filled(bench, case, data)
-            q = case.queries(len(rows))
-            now = attended(bench, rows, q, data.draw(selections(bench, rows)))
-            with no_host_reads():
-                bench.algorithm.correct(
-                    bench.layer, q.to(bench.device), Selection(now.ids), now.out, now.lse
-                )
-
-        check()
-
-    def test_a_correction_replays_from_a_graph(self, subject: Subject) -> None:
+    @drawn(cpu=1, interpret=1, gpu=8, needs=[require_graph], case=cases)
+    def test_a_correction_replays_from_a_graph(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """No host sync, and a replay equals the eager call."""
-        if subject.tier.name != "gpu" or not subject.entry.capabilities.capture:
-            pytest.skip("needs a CUDA device, and an entry that states capture")
-
-        @examples(subject.tier, cpu=1, interpret=1, gpu=8)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case, values=None)
-            rows = filled(bench, case, data)
-            q = case.queries(len(rows)).to(bench.device)
-            before = attended(bench, rows, q.cpu(), data.draw(selections(bench, rows)))
-            expected, now = corrected(bench, q, rows, before), before.copy()
-            bench.correct(q, rows, now.ids, now.out, now.lse)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                bench.algorithm.correct(bench.layer, q, Selection(now.ids), now.out, now.lse)
-            now.out.copy_(before.out)
-            now.lse.copy_(before.lse)
-            graph.replay()
-            torch.cuda.synchronize()
-            assert same_bits(now.out, expected.out), f"{now.out}, eager {expected.out}"
-            assert same_bits(now.lse, expected.lse), f"{now.lse}, eager {expected.lse}"
-
-        check()
+        bench = AlgorithmBench(subject, case, values=None)
+        rows = filled(bench, case, data)
+        q = case.queries(len(rows)).to(bench.device)
+        before = attended(bench, rows, q.cpu(), data.draw(selections(bench, rows)))
+        expected, now = corrected(bench, q, rows, before), before.copy()
+        bench.correct(q, rows, now.ids, now.out, now.lse)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            bench.algorithm.correct(bench.layer, q, Selection(now.ids), now.out, now.lse)
+        now.out.copy_(before.out)
+        now.lse.copy_(before.lse)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(now.out, expected.out), f"{now.out}, eager {expected.out}"
+        assert same_bits(now.lse, expected.lse), f"{now.lse}, eager {expected.lse}"

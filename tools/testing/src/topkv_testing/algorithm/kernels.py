@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from topkv_testing.algorithm.bench import AlgorithmBench, lanes
 from topkv_testing.algorithm.case import Case
-from topkv_testing.algorithm.cases import cases, sizes_of
+from topkv_testing.algorithm.cases import cases, rounded_cases, sizes_of
 from topkv_testing.algorithm.memory import UNWRITTEN, same_bits
 from topkv_testing.algorithm.options import options_of
 from topkv_testing.differences import require_same
-from topkv_testing.host_reads import no_host_reads, require_interpreted
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.host_reads import no_host_reads, require_graph, require_interpreted
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 from topkv_testing.models.indexed import index_scores
 
 
@@ -46,127 +46,110 @@ def attention_mass(bench: AlgorithmBench, slot: int, q: Tensor, chosen: list[lis
     )
 
 
-class KernelTests(KitTests):
-    """Errors that only kernels can make."""
-
-    kind = "algorithm"
-
-    def test_kernels_select_what_the_reference_selects(self, subject: Subject) -> None:
-        """Equal attention mass, or index scores, in float64; ties may go either way."""
-        require_both(subject)
-
-        @examples(subject.tier, cpu=40, interpret=6, gpu=20)
-        @given(case=cases(subject, keys=("normal", "heavy"), exact=False), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            benches = [AlgorithmBench(subject, case, impl=i) for i in ("reference", "triton")]
-            sizes = [data.draw(benches[0].long_lengths()) for _ in range(2)]
-            q, results = case.queries(2), []
-            for bench in benches:
-                for slot, size in zip((2, 0), sizes, strict=True):
-                    bench.prefill(slot, case.tokens(slot)[:size])
-                bench.append([2, 0], case.tokens(9)[:2])
-                results.append(lanes(bench.retrieve(q, [2, 0])))
-            assert_alike(benches, [2, 0], q, results)
-
-        check()
-
-    def test_long_requests_select_what_the_reference_selects(self, subject: Subject) -> None:
-        """A request of ``long_units``, several blocks of them, in a slot that is not the first."""
-        require_both(subject)
-
-        @settings(examples(subject.tier, cpu=1, interpret=1), max_examples=1)
-        @given(case=cases(subject, units=(1, 4, 16), keys=("normal",), exact=False))
-        def check(case: Case) -> None:
-            options = options_of(subject)
-            widest = max(sizes_of(subject).selects)
-            case = evolve(case, least_units=options.long_units, select=widest)
-            benches = [AlgorithmBench(subject, case, impl=i) for i in ("reference", "triton")]
-            keys, q = case.tokens(1), case.queries(1)
-            for bench in benches:
-                bench.prefill(1, keys[:-1])
-                bench.append([1], keys[-1:])
-            assert_alike(benches, [1], q, [lanes(b.retrieve(q, [1])) for b in benches])
-
-        check()
-
-    def test_hot_hooks_read_nothing_on_the_host(self, subject: Subject) -> None:
-        """No ``item()``, ``tolist()`` or ``nonzero()`` in ``update`` and ``retrieve_topk``."""
-        require_interpreted(subject)
-
-        @examples(subject.tier, cpu=1, interpret=2)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench, rows = AlgorithmBench(subject, case), [1, -1, 0]
-            for slot in (0, 1):
-                bench.prefill(slot, case.tokens(slot)[: data.draw(bench.long_lengths())])
-            k, q = bench.stage(rows, case.tokens(9)[:3]), case.queries(3)
-            shape = (3 * bench.group.lane_heads, bench.group.select)
-            ids = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=bench.device)
-            with no_host_reads():
-                bench.update(k)
-                bench.select(q, ids)
-
-        check()
-
-    def test_pools_beyond_2_31_elements(self, subject: Subject) -> None:
-        """Pages at the far end of large pools select what those at the near end select."""
-        if subject.tier.name != "gpu":
-            pytest.skip("needs the memory of a CUDA device")
-
-        @settings(examples(subject.tier, cpu=1, interpret=1), max_examples=1)
-        @given(case=cases(subject))
-        def check(case: Case) -> None:
-            chosen, q = [], case.queries(2)
-            for far in (False, True):
-                bench = AlgorithmBench(subject, case, far=far)
-                for slot in (2, 0):
-                    bench.prefill(slot, case.tokens(slot)[: case.most - 1])
-                bench.append([2, 0], case.tokens(9)[:2])
-                chosen.append(lanes(bench.retrieve(q, [2, 0])))
-            assert chosen[1] == chosen[0], f"far pages select {chosen[1]}, near ones {chosen[0]}"
-
-        check()
-
-    def test_decode_step_replays_from_a_graph(self, subject: Subject) -> None:
-        """``update`` and ``retrieve_topk``: no host sync, and replays equal eager calls."""
-        if subject.tier.name != "gpu" or not subject.entry.capabilities.capture:
-            pytest.skip("needs a CUDA device, and an entry that states capture")
-
-        @examples(subject.tier, cpu=1, interpret=1, gpu=8)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            eager, graphed = (AlgorithmBench(subject, case) for _ in range(2))
-            for slot in range(eager.requests):
-                keys = case.tokens(slot)[: data.draw(eager.long_lengths(most=case.most - 8))]
-                eager.prefill(slot, keys)
-                graphed.prefill(slot, keys)
-            replay, k, q, ids = captured(graphed, case)
-            for step in range(4):
-                rows = data.draw(st.permutations([0, 1, 2]))
-                rows = [slot if data.draw(st.booleans()) else -1 for slot in rows]
-                new, queries = case.tokens(10 + step)[:3], case.queries(3, salt=20 + step)
-                eager.append(rows, new, settle=False)
-                expected = eager.retrieve(queries, rows)
-                k.copy_(graphed.stage(rows, new))
-                q.copy_(queries)
-                ids.fill_(UNWRITTEN)
-                replay()
-                got = ids.cpu().view(expected.shape)
-                assert same_bits(got, expected), f"step {step}: replayed {got}, eager {expected}"
-                for bench in (eager, graphed):  # as the core does it, before the next token
-                    bench.settle_due(rows)
-                for slot in set(rows) - {-1}:
-                    what = f"step {step}: a replay wrote other representations of slot {slot}"
-                    require_same(graphed.stored(slot), eager.stored(slot), what)
-
-        check()
-
-
 def require_both(subject: Subject) -> None:
     """Skip a comparison of kernels with the reference where one of them is missing."""
     impls = subject.entry.impls
     if subject.tier.impl == "reference" or "reference" not in impls:
         pytest.skip(f"tier {subject.tier.name}: nothing to compare, impls are {impls}")
+
+
+class KernelTests(KitTests):
+    """Errors that only kernels can make."""
+
+    kind = "algorithm"
+
+    @drawn(cpu=40, interpret=6, gpu=20, needs=[require_both], case=rounded_cases)
+    def test_kernels_select_what_the_reference_selects(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
+        """Equal attention mass, or index scores, in float64; ties may go either way."""
+        benches = [AlgorithmBench(subject, case, impl=i) for i in ("reference", "triton")]
+        sizes = [data.draw(benches[0].long_lengths()) for _ in range(2)]
+        q, results = case.queries(2), []
+        for bench in benches:
+            for slot, size in zip((2, 0), sizes, strict=True):
+                bench.prefill(slot, case.tokens(slot)[:size])
+            bench.append([2, 0], case.tokens(9)[:2])
+            results.append(lanes(bench.retrieve(q, [2, 0])))
+        assert_alike(benches, [2, 0], q, results)
+
+    @drawn(
+        cpu=0,
+        interpret=0,
+        needs=[require_both],
+        case=partial(cases, units=(1, 4, 16), keys=("normal",), exact=False),
+    )
+    def test_long_requests_select_what_the_reference_selects(
+        self, subject: Subject, case: Case
+    ) -> None:
+        """A request of ``long_units``, several blocks of them, in a slot that is not the first."""
+        options = options_of(subject)
+        widest = max(sizes_of(subject).selects)
+        case = evolve(case, least_units=options.long_units, select=widest)
+        benches = [AlgorithmBench(subject, case, impl=i) for i in ("reference", "triton")]
+        keys, q = case.tokens(1), case.queries(1)
+        for bench in benches:
+            bench.prefill(1, keys[:-1])
+            bench.append([1], keys[-1:])
+        assert_alike(benches, [1], q, [lanes(b.retrieve(q, [1])) for b in benches])
+
+    @drawn(cpu=1, interpret=2, needs=[require_interpreted], case=cases)
+    def test_hot_hooks_read_nothing_on_the_host(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
+        """No ``item()``, ``tolist()`` or ``nonzero()`` in ``update`` and ``retrieve_topk``."""
+        bench, rows = AlgorithmBench(subject, case), [1, -1, 0]
+        for slot in (0, 1):
+            bench.prefill(slot, case.tokens(slot)[: data.draw(bench.long_lengths())])
+        k, q = bench.stage(rows, case.tokens(9)[:3]), case.queries(3)
+        shape = (3 * bench.group.lane_heads, bench.group.select)
+        ids = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=bench.device)
+        with no_host_reads():
+            bench.update(k)
+            bench.select(q, ids)
+
+    @drawn(cpu=0, interpret=0, case=cases)
+    def test_pools_beyond_2_31_elements(self, subject: Subject, case: Case) -> None:
+        """Pages at the far end of large pools select what those at the near end select."""
+        if subject.tier.name != "gpu":
+            pytest.skip("needs the memory of a CUDA device")
+        chosen, q = [], case.queries(2)
+        for far in (False, True):
+            bench = AlgorithmBench(subject, case, far=far)
+            for slot in (2, 0):
+                bench.prefill(slot, case.tokens(slot)[: case.most - 1])
+            bench.append([2, 0], case.tokens(9)[:2])
+            chosen.append(lanes(bench.retrieve(q, [2, 0])))
+        assert chosen[1] == chosen[0], f"far pages select {chosen[1]}, near ones {chosen[0]}"
+
+    @drawn(cpu=1, interpret=1, gpu=8, needs=[require_graph], case=cases)
+    def test_decode_step_replays_from_a_graph(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
+        """``update`` and ``retrieve_topk``: no host sync, and replays equal eager calls."""
+        eager, graphed = (AlgorithmBench(subject, case) for _ in range(2))
+        for slot in range(eager.requests):
+            keys = case.tokens(slot)[: data.draw(eager.long_lengths(most=case.most - 8))]
+            eager.prefill(slot, keys)
+            graphed.prefill(slot, keys)
+        replay, k, q, ids = captured(graphed, case)
+        for step in range(4):
+            rows = data.draw(st.permutations([0, 1, 2]))
+            rows = [slot if data.draw(st.booleans()) else -1 for slot in rows]
+            new, queries = case.tokens(10 + step)[:3], case.queries(3, salt=20 + step)
+            eager.append(rows, new, settle=False)
+            expected = eager.retrieve(queries, rows)
+            k.copy_(graphed.stage(rows, new))
+            q.copy_(queries)
+            ids.fill_(UNWRITTEN)
+            replay()
+            got = ids.cpu().view(expected.shape)
+            assert same_bits(got, expected), f"step {step}: replayed {got}, eager {expected}"
+            for bench in (eager, graphed):  # as the core does it, before the next token
+                bench.settle_due(rows)
+            for slot in set(rows) - {-1}:
+                what = f"step {step}: a replay wrote other representations of slot {slot}"
+                require_same(graphed.stored(slot), eager.stored(slot), what)
 
 
 def assert_alike(

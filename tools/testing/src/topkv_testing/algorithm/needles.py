@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from topkv_testing.algorithm.bench import AlgorithmBench, lanes
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.cases import cases
 from topkv_testing.algorithm.options import options_of
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 
 
 def plant(case: Case, units: Sequence[int], hidden: bool, offset: int) -> tuple[Tensor, Tensor]:
@@ -90,80 +91,67 @@ class NeedleTests(KitTests):
 
     kind = "algorithm"
 
-    def test_needle_in_a_prompt(self, subject: Subject) -> None:
+    @drawn(cpu=120, interpret=8, gpu=20, traits=["attends"], case=cases)
+    def test_needle_in_a_prompt(self, subject: Subject, case: Case, data: Data) -> None:
         """Each lane finds its own needle, not that of another head."""
-        subject.require("attends")
         hidden = options_of(subject).hidden_needles
+        bench = AlgorithmBench(subject, case)
+        units = bench.group.lane_heads
+        last = case.most - 1 if subject.entry.capabilities.tail == "selectable" else case.units - 2
+        where = data.draw(st.lists(st.integers(0, last), min_size=units, max_size=units))
+        offset = data.draw(st.integers(0, case.geometry.unit - 1))
+        keys, q = plant(case, where, hidden, offset)
+        bench.prefill(1, keys)
+        for unit, lane in zip(where, lanes(bench.retrieve(q, [1]))[0], strict=True):
+            assume(len(bench.promised(1) | {unit}) <= case.select)
+            assert unit in lane, f"the needle is in unit {unit}, selected are {lane}"
 
-        @examples(subject.tier, cpu=120, interpret=8, gpu=20)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case)
-            units = bench.group.lane_heads
-            last = (
-                case.most - 1
-                if subject.entry.capabilities.tail == "selectable"
-                else case.units - 2
-            )
-            where = data.draw(st.lists(st.integers(0, last), min_size=units, max_size=units))
-            offset = data.draw(st.integers(0, case.geometry.unit - 1))
-            keys, q = plant(case, where, hidden, offset)
-            bench.prefill(1, keys)
-            for unit, lane in zip(where, lanes(bench.retrieve(q, [1]))[0], strict=True):
-                assume(len(bench.promised(1) | {unit}) <= case.select)
-                assert unit in lane, f"the needle is in unit {unit}, selected are {lane}"
-
-        check()
-
-    def test_every_query_head_finds_its_needle(self, subject: Subject) -> None:
+    @drawn(cpu=80, interpret=5, gpu=20, traits=["attends"], case=partial(cases, groups=(2, 4)))
+    def test_every_query_head_finds_its_needle(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """Query heads of one lane that look in opposite directions, and a budget for both."""
-        subject.require("attends")
         if not options_of(subject).head_needles:
             pytest.skip(f"{subject.entry.name}: the options do not set head_needles")
         if subject.entry.capabilities.max_group == 1:
             pytest.skip(f"{subject.entry.name} takes one query head per kv-head")
+        bench = AlgorithmBench(subject, case, requests=1)
+        assume(case.geometry.group > 1)
+        pairs = st.tuples(*[st.integers(0, case.units - 2)] * 2).filter(lambda p: p[0] != p[1])
+        where = data.draw(pairs)
+        keys, q = opposed(case, where)
+        bench.prefill(0, keys)
+        assume(len(bench.promised(0) | set(where)) <= case.select)
+        for lane in lanes(bench.retrieve(q, [0]))[0]:
+            assert set(where) <= set(lane), f"needles are in {where}, selected are {lane}"
 
-        @examples(subject.tier, cpu=80, interpret=5, gpu=20)
-        @given(case=cases(subject, groups=(2, 4)), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case, requests=1)
-            assume(case.geometry.group > 1)
-            pairs = st.tuples(*[st.integers(0, case.units - 2)] * 2).filter(lambda p: p[0] != p[1])
-            where = data.draw(pairs)
-            keys, q = opposed(case, where)
-            bench.prefill(0, keys)
-            assume(len(bench.promised(0) | set(where)) <= case.select)
-            for lane in lanes(bench.retrieve(q, [0]))[0]:
-                assert set(where) <= set(lane), f"needles are in {where}, selected are {lane}"
-
-        check()
-
-    def test_unit_is_found_as_soon_as_decode_closes_it(self, subject: Subject) -> None:
+    @drawn(
+        cpu=80,
+        interpret=4,
+        gpu=20,
+        traits=["attends", "incremental"],
+        case=partial(cases, units=(1, 2, 4)),
+    )
+    def test_unit_is_found_as_soon_as_decode_closes_it(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """A needle among decoded tokens, from the step on in which its unit may be selected."""
-        subject.require("attends")
-        subject.require("incremental")
         hidden = options_of(subject).hidden_needles
-
-        @examples(subject.tier, cpu=80, interpret=4, gpu=20)
-        @given(case=cases(subject, units=(1, 2, 4)), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case, requests=1)
-            unit, lane_heads = case.geometry.unit, bench.group.lane_heads
-            needle = data.draw(st.integers(0, case.units - 3))
-            offset = data.draw(st.integers(0, unit - 1))
-            keys, q = plant(case, [needle] * lane_heads, hidden, offset)
-            # The prompt ends before the needle, in its unit or in the one before it.
-            least = max(1, needle * unit - unit)
-            start = data.draw(st.integers(least, max(least, needle * unit + offset)))
-            bench.prefill(0, keys[:start])
-            while len(bench.keys[0]) < (needle + 2) * unit + 1:
-                bench.append([0], keys[len(bench.keys[0])][None])
-                newly = bench.selectable(0) > needle and (len(bench.keys[0]) - 1) % unit == 0
-                if newly and len(bench.promised(0) | {needle}) <= case.select:
-                    for lane in lanes(bench.retrieve(q, [0]))[0]:
-                        assert needle in lane, (
-                            f"unit {needle} holds the needle and is selectable at length "
-                            f"{len(bench.keys[0])}, selected are {lane}"
-                        )
-
-        check()
+        bench = AlgorithmBench(subject, case, requests=1)
+        unit, lane_heads = case.geometry.unit, bench.group.lane_heads
+        needle = data.draw(st.integers(0, case.units - 3))
+        offset = data.draw(st.integers(0, unit - 1))
+        keys, q = plant(case, [needle] * lane_heads, hidden, offset)
+        # The prompt ends before the needle, in its unit or in the one before it.
+        least = max(1, needle * unit - unit)
+        start = data.draw(st.integers(least, max(least, needle * unit + offset)))
+        bench.prefill(0, keys[:start])
+        while len(bench.keys[0]) < (needle + 2) * unit + 1:
+            bench.append([0], keys[len(bench.keys[0])][None])
+            newly = bench.selectable(0) > needle and (len(bench.keys[0]) - 1) % unit == 0
+            if newly and len(bench.promised(0) | {needle}) <= case.select:
+                for lane in lanes(bench.retrieve(q, [0]))[0]:
+                    assert needle in lane, (
+                        f"unit {needle} holds the needle and is selectable at length "
+                        f"{len(bench.keys[0])}, selected are {lane}"
+                    )

@@ -7,19 +7,21 @@ the formula of the paper, from the keys alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.cases import cases, sizes_of
 from topkv_testing.algorithm.options import options_of
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
+
+ROUNDING = ("bfloat16", "float16", "float32")
+"""Dtypes of a long request: one that rounds comes first."""
 
 QUERIES = 64
 """Queries of a long request."""
@@ -75,53 +77,51 @@ def require_best(
             )
 
 
+def _require_oracle(subject: Subject) -> None:
+    if options_of(subject).oracle is None:
+        pytest.skip(f"{subject.entry.name}: the options have no oracle")
+
+
 class OracleTests(KitTests):
     """Selections by the formula of the options, where they have one."""
 
     kind = "algorithm"
 
-    def test_selections_are_those_of_the_oracle(self, subject: Subject) -> None:
+    @drawn(
+        cpu=60,
+        interpret=5,
+        gpu=20,
+        needs=[_require_oracle],
+        case=lambda subject: cases(subject) | cases(subject, exact=False),
+    )
+    def test_selections_are_those_of_the_oracle(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """After a prompt and a step, with zero keys and ties among the others."""
-        _require_oracle(subject)
+        bench, slots = AlgorithmBench(subject, case), [2, 0]
+        for slot in slots:
+            keys = case.tokens(slot)[: data.draw(bench.long_lengths())]
+            bench.prefill(slot, keys)
+        bench.append(slots, case.tokens(9)[:2])
+        _compare(bench, slots, case.queries(2))
 
-        @examples(subject.tier, cpu=60, interpret=5, gpu=20)
-        @given(case=cases(subject) | cases(subject, exact=False), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench, slots = AlgorithmBench(subject, case), [2, 0]
-            for slot in slots:
-                keys = case.tokens(slot)[: data.draw(bench.long_lengths())]
-                bench.prefill(slot, keys)
-            bench.append(slots, case.tokens(9)[:2])
-            _compare(bench, slots, case.queries(2))
-
-        check()
-
-    def test_long_selections_are_those_of_the_oracle(self, subject: Subject) -> None:
+    @drawn(
+        cpu=0,
+        interpret=0,
+        needs=[_require_oracle],
+        case=partial(cases, keys=("normal",), dtypes=ROUNDING, units=(1, 4), exact=False),
+    )
+    def test_long_selections_are_those_of_the_oracle(self, subject: Subject, case: Case) -> None:
         """Many queries over ``long_units``: rounding too early changes some of the selections."""
-        _require_oracle(subject)
         if subject.tier.name == "interpret":
             pytest.skip("the kernels are compared with the reference, and the reference with this")
-
-        # A dtype that rounds comes first.
-        dtypes = ("bfloat16", "float16", "float32")
-
-        @settings(examples(subject.tier, cpu=1, interpret=1), max_examples=1)
-        @given(case=cases(subject, keys=("normal",), dtypes=dtypes, units=(1, 4), exact=False))
-        def check(case: Case) -> None:
-            options = options_of(subject)
-            widest = max(sizes_of(subject).selects)
-            case = evolve(case, least_units=options.long_units, select=widest)
-            bench = AlgorithmBench(subject, case)
-            bench.prefill(1, case.tokens(1)[:-1])
-            for q in case.queries(QUERIES).split(1):
-                _compare(bench, [1], q)
-
-        check()
-
-
-def _require_oracle(subject: Subject) -> None:
-    if options_of(subject).oracle is None:
-        pytest.skip(f"{subject.entry.name}: the options have no oracle")
+        options = options_of(subject)
+        widest = max(sizes_of(subject).selects)
+        case = evolve(case, least_units=options.long_units, select=widest)
+        bench = AlgorithmBench(subject, case)
+        bench.prefill(1, case.tokens(1)[:-1])
+        for q in case.queries(QUERIES).split(1):
+            _compare(bench, [1], q)
 
 
 def _compare(bench: AlgorithmBench, slots: Sequence[int], q: Tensor) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv_testing.algorithm.bench import AlgorithmBench, lanes
 from topkv_testing.algorithm.case import Case
-from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithm.cases import cases, rounded_cases
 from topkv_testing.algorithm.kernels import attention_mass
 from topkv_testing.algorithm.memory import same_bits
 from topkv_testing.algorithm.options import options_of
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 
 MOST = 4
 """Queries of a row in these tests."""
@@ -53,90 +53,79 @@ class QueriesTests(KitTests):
 
     kind = "algorithm"
 
-    def test_several_tokens_are_kept_as_one_by_one(self, subject: Subject) -> None:
+    @drawn(cpu=40, interpret=6, gpu=20, case=cases)
+    def test_several_tokens_are_kept_as_one_by_one(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """Pools hold the same bits whether tokens come in one step or each in its own."""
         most = require_several(subject)
+        benches = [AlgorithmBench(subject, case, max_queries=most) for _ in range(2)]
+        longest = case.most - most
+        sizes = [data.draw(benches[0].lengths(longest)) for _ in SLOTS]
+        counts, keys = data.draw(counts_of(case, most)), case.tokens(9)[: 2 * most]
+        keys = keys.unflatten(0, (2, most))
+        once, each = (filled(bench, case, sizes) for bench in benches)
+        once.append_several(SLOTS, keys, counts)
+        for row, slot in enumerate(SLOTS):
+            each.extend(slot, keys[row, : counts[row]])
+        for name, pool in once.pools.items():
+            assert same_bits(pool, each.pools[name]), (
+                f"rows that append {counts} tokens to {sizes} leave other bits in the pool "
+                f"{name!r} than tokens that come one by one"
+            )
 
-        @examples(subject.tier, cpu=40, interpret=6, gpu=20)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            benches = [AlgorithmBench(subject, case, max_queries=most) for _ in range(2)]
-            longest = case.most - most
-            sizes = [data.draw(benches[0].lengths(longest)) for _ in SLOTS]
-            counts, keys = data.draw(counts_of(case, most)), case.tokens(9)[: 2 * most]
-            keys = keys.unflatten(0, (2, most))
-            once, each = (filled(bench, case, sizes) for bench in benches)
-            once.append_several(SLOTS, keys, counts)
-            for row, slot in enumerate(SLOTS):
-                each.extend(slot, keys[row, : counts[row]])
-            for name, pool in once.pools.items():
-                assert same_bits(pool, each.pools[name]), (
-                    f"rows that append {counts} tokens to {sizes} leave other bits in the pool "
-                    f"{name!r} than tokens that come one by one"
-                )
-
-        check()
-
-    def test_equal_queries_select_what_one_selects(self, subject: Subject) -> None:
+    @drawn(cpu=40, interpret=6, gpu=20, case=rounded_cases)
+    def test_equal_queries_select_what_one_selects(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """Queries that are alike select as one of them does of the units before all; those that
         are padding have no influence."""
         most = require_several(subject)
+        several = AlgorithmBench(subject, case, max_queries=most)
+        one = AlgorithmBench(subject, case)
+        sizes = [data.draw(one.long_lengths(case.most - most)) for _ in SLOTS]
+        counts, keys = data.draw(counts_of(case, most)), case.tokens(9)[: 2 * most]
+        keys, q = keys.unflatten(0, (2, most)), case.queries(2)
+        filled(several, case, sizes).append_several(SLOTS, keys, counts)
+        filled(one, case, sizes).append(SLOTS, keys[:, 0])
+        repeated = q.expand(-1, most, -1, -1).clone()
+        for row, count in enumerate(counts):
+            repeated[row, count:] = torch.nan
+        found = lanes(several.retrieve(repeated, SLOTS, appended=counts))
+        expected = lanes(one.retrieve(q, SLOTS))
+        for row, slot in enumerate(SLOTS):
+            masses = [attention_mass(one, slot, q[row], x[row]) for x in (expected, found)]
+            assert (masses[0] - masses[1]).abs().max() <= options_of(subject).mass, (
+                f"{counts[row]} equal queries select {found[row]}, one {expected[row]}"
+            )
 
-        @examples(subject.tier, cpu=40, interpret=6, gpu=20)
-        @given(case=cases(subject, keys=("normal", "heavy"), exact=False), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            several = AlgorithmBench(subject, case, max_queries=most)
-            one = AlgorithmBench(subject, case)
-            sizes = [data.draw(one.long_lengths(case.most - most)) for _ in SLOTS]
-            counts, keys = data.draw(counts_of(case, most)), case.tokens(9)[: 2 * most]
-            keys, q = keys.unflatten(0, (2, most)), case.queries(2)
-            filled(several, case, sizes).append_several(SLOTS, keys, counts)
-            filled(one, case, sizes).append(SLOTS, keys[:, 0])
-            repeated = q.expand(-1, most, -1, -1).clone()
-            for row, count in enumerate(counts):
-                repeated[row, count:] = torch.nan
-            found = lanes(several.retrieve(repeated, SLOTS, appended=counts))
-            expected = lanes(one.retrieve(q, SLOTS))
-            for row, slot in enumerate(SLOTS):
-                masses = [attention_mass(one, slot, q[row], x[row]) for x in (expected, found)]
-                assert (masses[0] - masses[1]).abs().max() <= options_of(subject).mass, (
-                    f"{counts[row]} equal queries select {found[row]}, one {expected[row]}"
-                )
-
-        check()
-
-    def test_all_queries_of_a_row_count(self, subject: Subject) -> None:
+    @drawn(cpu=40, interpret=6, gpu=20, case=partial(cases, keys=("normal",), exact=False))
+    def test_all_queries_of_a_row_count(self, subject: Subject, case: Case, data: Data) -> None:
         """Each of several queries finds the token that it alone looks for."""
         most = require_several(subject)
-
-        @examples(subject.tier, cpu=40, interpret=6, gpu=20)
-        @given(case=cases(subject, keys=("normal",), exact=False), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case, max_queries=most)
-            size = case.most - most
-            if bench.group.select < most + 4 or size // bench.group.unit <= bench.group.select + 1:
-                return  # forced units may take all places, or everything is selected
-            keys = case.tokens(2)[:size]
-            places = data.draw(
-                st.lists(
-                    st.integers(0, size // bench.group.unit - 2),
-                    min_size=2,
-                    max_size=2,
-                    unique=True,
-                )
+        bench = AlgorithmBench(subject, case, max_queries=most)
+        size = case.most - most
+        if bench.group.select < most + 4 or size // bench.group.unit <= bench.group.select + 1:
+            return  # forced units may take all places, or everything is selected
+        keys = case.tokens(2)[:size]
+        places = data.draw(
+            st.lists(
+                st.integers(0, size // bench.group.unit - 2),
+                min_size=2,
+                max_size=2,
+                unique=True,
             )
-            q = case.queries(2).transpose(0, 1)  # two queries of one row
-            dim = case.geometry.dim
-            for nth, unit in enumerate(places):
-                wanted = q[0, nth].unflatten(0, (case.geometry.kv_heads, -1)).float().mean(1)
-                wanted = 30 * dim**0.5 * wanted / wanted.norm(dim=-1, keepdim=True).clamp(min=0.1)
-                keys[unit * bench.group.unit] = wanted.to(keys.dtype)
-            bench.prefill(2, keys)
-            new = case.tokens(9)[:2][None]
-            counts = [min(2, bench.group.unit + 1)]
-            bench.append_several([2], new, counts)
-            (found,) = lanes(bench.retrieve(q, [2], appended=counts))
-            for lane in found:
-                assert set(places) <= set(lane), f"units {places} are sought, {lane} selected"
-
-        check()
+        )
+        q = case.queries(2).transpose(0, 1)  # two queries of one row
+        dim = case.geometry.dim
+        for nth, unit in enumerate(places):
+            wanted = q[0, nth].unflatten(0, (case.geometry.kv_heads, -1)).float().mean(1)
+            wanted = 30 * dim**0.5 * wanted / wanted.norm(dim=-1, keepdim=True).clamp(min=0.1)
+            keys[unit * bench.group.unit] = wanted.to(keys.dtype)
+        bench.prefill(2, keys)
+        new = case.tokens(9)[:2][None]
+        counts = [min(2, bench.group.unit + 1)]
+        bench.append_several([2], new, counts)
+        (found,) = lanes(bench.retrieve(q, [2], appended=counts))
+        for lane in found:
+            assert set(places) <= set(lane), f"units {places} are sought, {lane} selected"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.cases import cases
 from topkv_testing.algorithm.state import assert_same
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 
 
 class WithoutRing(AlgorithmBench):
@@ -36,25 +35,20 @@ class TokenTests(KitTests):
 
     kind = "algorithm"
 
-    def test_single_tokens_need_no_ring(self, subject: Subject) -> None:
+    @drawn(cpu=40, interpret=3, gpu=10, case=cases)
+    def test_single_tokens_need_no_ring(self, subject: Subject, case: Case, data: Data) -> None:
         """Prompts in chunks, steps, a rollback and a fork: the same with a ring and without."""
         if not subject.entry.capabilities.single_tokens:
             pytest.skip(f"{subject.entry.name} takes units of several tokens")
-
-        @examples(subject.tier, cpu=40, interpret=3, gpu=10)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            benches = (AlgorithmBench(subject, case), WithoutRing(subject, case))
-            prompt = data.draw(benches[0].lengths(most=case.most - 4))
-            cuts = data.draw(st.lists(st.integers(1, prompt), max_size=2))
-            for bench in benches:
-                bench.prefill(1, case.tokens(1)[:prompt], cuts)
-                bench.extend(1, case.tokens(2)[:2])
-                bench.rollback(1, prompt + 1)
-                bench.extend(1, case.tokens(3)[:1])
-                bench.fork(1, 2)
-                bench.extend(2, case.tokens(4)[:2])
-            for slot in (1, 2):
-                assert_same(subject, *benches, slot, f"slot {slot}, with a ring and without")
-
-        check()
+        benches = (AlgorithmBench(subject, case), WithoutRing(subject, case))
+        prompt = data.draw(benches[0].lengths(most=case.most - 4))
+        cuts = data.draw(st.lists(st.integers(1, prompt), max_size=2))
+        for bench in benches:
+            bench.prefill(1, case.tokens(1)[:prompt], cuts)
+            bench.extend(1, case.tokens(2)[:2])
+            bench.rollback(1, prompt + 1)
+            bench.extend(1, case.tokens(3)[:1])
+            bench.fork(1, 2)
+            bench.extend(2, case.tokens(4)[:2])
+        for slot in (1, 2):
+            assert_same(subject, *benches, slot, f"slot {slot}, with a ring and without")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import evolve
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from topkv_testing.backend.bench import make_backend, plain_geometries, rounded_sums
 from topkv_testing.backend.cases import LAYOUTS, AttendCase, AttendInputs, attend_cases
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import KitTests, Subject, drawn
 from topkv_testing.strategies import seeds
 
 
@@ -50,13 +50,9 @@ class AttendTests(KitTests):
 
     kind = "backend"
 
-    def test_attends_to_the_listed_tokens(self, subject: Subject) -> None:
-        @examples(subject.tier, cpu=100, interpret=20)
-        @given(attend_cases(subject))
-        def check(case: AttendCase) -> None:
-            check_case(subject, case)
-
-        check()
+    @drawn(cpu=100, interpret=20, case=attend_cases)
+    def test_attends_to_the_listed_tokens(self, subject: Subject, case: AttendCase) -> None:
+        check_case(subject, case)
 
     def test_ragged_lengths_in_every_layout(self, subject: Subject) -> None:
         """Lengths of 0, 1, one unit less one, one unit, and one more; more columns than used."""
@@ -76,91 +72,81 @@ class AttendTests(KitTests):
                 wanted = torch.full_like(lse[first:], -torch.inf)
                 assert torch.equal(lse[first:], wanted), f"lse of an empty lane: {lse[first:]}"
 
-    def test_lse_is_a_natural_log_that_merges_parts(self, subject: Subject) -> None:
+    @drawn(cpu=30, interpret=6, case=attend_cases, units=st.integers(0, 8))
+    def test_lse_is_a_natural_log_that_merges_parts(
+        self, subject: Subject, case: AttendCase, units: int
+    ) -> None:
         """Attention over a part of the units and over the rest, joined, is that over all."""
+        backend, model, _ = make_backend(subject, case.geometry, case.batch)
+        whole = case.make()
+        cut = min(units, whole.table.shape[1] - 1)
+        size = torch.full_like(whole.lengths, cut * case.geometry.unit)
+        first = torch.minimum(whole.lengths, size)
+        parts = [
+            evolve(whole, lengths=first),
+            evolve(whole, table=whole.table[:, cut:], lengths=whole.lengths - first),
+        ]
+        got = merged([part.attend(backend, subject.tier.device) for part in parts])
+        whole.expected(model.scale).check(*got, rounded_sums(subject))
 
-        @examples(subject.tier, cpu=30, interpret=6)
-        @given(attend_cases(subject), st.integers(0, 8))
-        def check(case: AttendCase, units: int) -> None:
-            backend, model, _ = make_backend(subject, case.geometry, case.batch)
-            whole = case.make()
-            cut = min(units, whole.table.shape[1] - 1)
-            size = torch.full_like(whole.lengths, cut * case.geometry.unit)
-            first = torch.minimum(whole.lengths, size)
-            parts = [
-                evolve(whole, lengths=first),
-                evolve(whole, table=whole.table[:, cut:], lengths=whole.lengths - first),
-            ]
-            got = merged([part.attend(backend, subject.tier.device) for part in parts])
-            whole.expected(model.scale).check(*got, rounded_sums(subject))
-
-        check()
-
-    def test_a_lane_reads_nothing_of_other_lanes(self, subject: Subject) -> None:
+    @drawn(
+        cpu=40,
+        interpret=10,
+        case=partial(attend_cases, batch=2, kv_heads=(2, 3)),
+        chosen=st.integers(0, 5),
+    )
+    def test_a_lane_reads_nothing_of_other_lanes(
+        self, subject: Subject, case: AttendCase, chosen: int
+    ) -> None:
         """One lane is right while the queries, keys and values of all others are NaN.
 
         With a table for each head, head h therefore reads no unit that only head g lists.
         """
+        backend, model, _ = make_backend(subject, case.geometry, case.batch)
+        inputs = case.make()
+        mine = chosen % len(case.lengths)
+        expected = inputs.permuted([mine]).expected(model.scale)
+        k, v = inputs.views()
+        for lane, (where, place) in enumerate(inputs.tokens):
+            if lane != mine:
+                k[where, :, place] = v[where, :, place] = torch.nan
+                inputs.q[lane] = torch.nan
+        out, lse = inputs.attend(backend, subject.tier.device)
+        only = slice(mine, mine + 1)
+        expected.check(out[only], lse[only], rounded_sums(subject))
 
-        @examples(subject.tier, cpu=40, interpret=10)
-        @given(attend_cases(subject, batch=2, kv_heads=(2, 3)), st.integers(0, 5))
-        def check(case: AttendCase, chosen: int) -> None:
-            backend, model, _ = make_backend(subject, case.geometry, case.batch)
-            inputs = case.make()
-            mine = chosen % len(case.lengths)
-            expected = inputs.permuted([mine]).expected(model.scale)
-            k, v = inputs.views()
-            for lane, (where, place) in enumerate(inputs.tokens):
-                if lane != mine:
-                    k[where, :, place] = v[where, :, place] = torch.nan
-                    inputs.q[lane] = torch.nan
-            out, lse = inputs.attend(backend, subject.tier.device)
-            only = slice(mine, mine + 1)
-            expected.check(out[only], lse[only], rounded_sums(subject))
+    @drawn(cpu=30, interpret=6, case=attend_cases, random=st.randoms(use_true_random=False))
+    def test_permuted_lanes_permute_the_result(
+        self, subject: Subject, case: AttendCase, random: Any
+    ) -> None:
+        backend, model, _ = make_backend(subject, case.geometry, case.batch)
+        inputs = case.make()
+        check_attend(subject, backend, model.scale, inputs)
+        order = random.sample(range(len(case.lengths)), len(case.lengths))
+        check_attend(subject, backend, model.scale, inputs.permuted(order))
 
-        check()
-
-    def test_permuted_lanes_permute_the_result(self, subject: Subject) -> None:
-        @examples(subject.tier, cpu=30, interpret=6)
-        @given(attend_cases(subject), st.randoms(use_true_random=False))
-        def check(case: AttendCase, random: Any) -> None:
-            backend, model, _ = make_backend(subject, case.geometry, case.batch)
-            inputs = case.make()
-            check_attend(subject, backend, model.scale, inputs)
-            order = random.sample(range(len(case.lengths)), len(case.lengths))
-            check_attend(subject, backend, model.scale, inputs.permuted(order))
-
-        check()
-
-    def test_order_and_place_of_units_do_not_matter(self, subject: Subject) -> None:
+    @drawn(cpu=30, interpret=6, case=attend_cases, seed=seeds())
+    def test_order_and_place_of_units_do_not_matter(
+        self, subject: Subject, case: AttendCase, seed: int
+    ) -> None:
         """Full units of a lane in another order, and all units in other slots."""
+        backend, model, _ = make_backend(subject, case.geometry, case.batch)
+        inputs, moved = case.make(), case.make()
+        random = torch.Generator().manual_seed(seed)
+        source, target = inputs.views(), moved.views()
+        place = torch.randperm(len(source[0]), generator=random)
+        for old, new in zip(source, target, strict=True):
+            new[place] = old
+        for lane, length in enumerate(case.lengths):
+            used, full = -(-length // case.geometry.unit), length // case.geometry.unit
+            ids = inputs.table[lane, :used].clone()
+            ids[:full] = ids[:full][torch.randperm(full, generator=random)]
+            moved.table[lane, :used] = place[ids.long()]
+        check_attend(subject, backend, model.scale, moved, truth=inputs)
 
-        @examples(subject.tier, cpu=30, interpret=6)
-        @given(attend_cases(subject), seeds())
-        def check(case: AttendCase, seed: int) -> None:
-            backend, model, _ = make_backend(subject, case.geometry, case.batch)
-            inputs, moved = case.make(), case.make()
-            random = torch.Generator().manual_seed(seed)
-            source, target = inputs.views(), moved.views()
-            place = torch.randperm(len(source[0]), generator=random)
-            for old, new in zip(source, target, strict=True):
-                new[place] = old
-            for lane, length in enumerate(case.lengths):
-                used, full = -(-length // case.geometry.unit), length // case.geometry.unit
-                ids = inputs.table[lane, :used].clone()
-                ids[:full] = ids[:full][torch.randperm(full, generator=random)]
-                moved.table[lane, :used] = place[ids.long()]
-            check_attend(subject, backend, model.scale, moved, truth=inputs)
-
-        check()
-
-    def test_large_logits_do_not_overflow(self, subject: Subject) -> None:
-        @examples(subject.tier, cpu=30, interpret=6)
-        @given(attend_cases(subject, keys=100.0))
-        def check(case: AttendCase) -> None:
-            check_case(subject, case)
-
-        check()
+    @drawn(cpu=30, interpret=6, case=partial(attend_cases, keys=100.0))
+    def test_large_logits_do_not_overflow(self, subject: Subject, case: AttendCase) -> None:
+        check_case(subject, case)
 
     def test_serves_call_after_call_of_any_batch(self, subject: Subject) -> None:
         """One instance, made for four rows, with other inputs and batches in every call."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from topkv_testing.backend.bench import (
     result,
     rounded_sums,
 )
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import KitTests, Subject, drawn
 from topkv_testing.strategies import Geometry, seeds
 
 
@@ -129,21 +129,17 @@ class PrefillTests(KitTests):
 
     kind = "backend"
 
-    def test_prefill_of_a_chunk_over_itself_is_causal(self, subject: Subject) -> None:
-        @examples(subject.tier, cpu=40, interpret=10)
-        @given(prefill_cases(subject, itself=True))
-        def check(case: PrefillCase) -> None:
-            case.check(subject)
+    @drawn(cpu=40, interpret=10, case=partial(prefill_cases, itself=True))
+    def test_prefill_of_a_chunk_over_itself_is_causal(
+        self, subject: Subject, case: PrefillCase
+    ) -> None:
+        case.check(subject)
 
-        check()
-
-    def test_prefill_over_history_sees_what_is_before(self, subject: Subject) -> None:
-        @examples(subject.tier, cpu=60, interpret=16)
-        @given(prefill_cases(subject))
-        def check(case: PrefillCase) -> None:
-            case.check(subject)
-
-        check()
+    @drawn(cpu=60, interpret=16, case=prefill_cases)
+    def test_prefill_over_history_sees_what_is_before(
+        self, subject: Subject, case: PrefillCase
+    ) -> None:
+        case.check(subject)
 
     def test_prefill_beyond_one_block(self, subject: Subject) -> None:
         geometry = plain_geometries(subject)[0]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import assume, given
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from topkv.errors import CapabilityError
 from topkv_testing.backend.attend import check_attend
 from topkv_testing.backend.bench import make_backend
 from topkv_testing.backend.cases import AttendCase, AttendInputs, attend_cases
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 
 
 def with_queries(inputs: AttendInputs, counts: list[int], most: int) -> AttendInputs:
@@ -26,30 +26,30 @@ def with_queries(inputs: AttendInputs, counts: list[int], most: int) -> AttendIn
     return evolve(inputs, q=q.to(inputs.q.dtype), queries=queries)
 
 
+def _counts(subject: Subject) -> st.SearchStrategy[int]:
+    """Most queries of a row; skips backends that take one."""
+    stated = subject.entry.capabilities.queries
+    if stated == 1:
+        pytest.skip(f"{subject.entry.name} attends with one query a row")
+    return st.integers(2, min(stated or 5, 5))
+
+
 class CausalTests(KitTests):
     """Rows of several queries, whose newest tokens are seen causally."""
 
     kind = "backend"
 
-    def test_each_query_sees_what_stands_before_it(self, subject: Subject) -> None:
+    @drawn(cpu=60, interpret=12, case=attend_cases, most=_counts)
+    def test_each_query_sees_what_stands_before_it(
+        self, subject: Subject, case: AttendCase, most: int, data: Data
+    ) -> None:
         """Queries of a row see all tokens of its list but those of the queries behind them."""
-        stated = subject.entry.capabilities.queries
-        if stated == 1:
-            pytest.skip(f"{subject.entry.name} attends with one query a row")
-
-        @examples(subject.tier, cpu=60, interpret=12)
-        @given(attend_cases(subject), st.integers(2, min(stated or 5, 5)), st.data())
-        def check(case: AttendCase, most: int, data: st.DataObject) -> None:
-            try:
-                backend, model, _ = make_backend(
-                    subject, case.geometry, case.batch, max_queries=most
-                )
-            except CapabilityError:
-                assume(False)
-            counts = data.draw(
-                st.lists(st.integers(1, most), min_size=case.batch, max_size=case.batch)
-            )
-            inputs = with_queries(case.make(), counts, most)
-            check_attend(subject, backend, model.scale, inputs)
-
-        check()
+        try:
+            backend, model, _ = make_backend(subject, case.geometry, case.batch, max_queries=most)
+        except CapabilityError:
+            assume(False)
+        counts = data.draw(
+            st.lists(st.integers(1, most), min_size=case.batch, max_size=case.batch)
+        )
+        inputs = with_queries(case.make(), counts, most)
+        check_attend(subject, backend, model.scale, inputs)

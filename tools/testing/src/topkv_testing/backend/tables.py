@@ -6,11 +6,12 @@ import pytest
 import torch
 from attrs import evolve
 from hypothesis import given
+from hypothesis import strategies as st
 
 from topkv_testing.backend.attend import check_attend
 from topkv_testing.backend.bench import plain_geometries
 from topkv_testing.backend.plans import AdaptCase, adapt_cases
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import KitTests, Subject, drawn, examples
 from topkv_testing.strategies import Geometry
 
 
@@ -28,31 +29,26 @@ def token_geometry(subject: Subject) -> Geometry:
     pytest.skip(f"{subject.entry.name} does not state unit 1")
 
 
+def _competing(subject: Subject) -> st.SearchStrategy[AdaptCase]:
+    return adapt_cases(subject, tail=False, geometry=token_geometry(subject))
+
+
 class TableTests(KitTests):
     """``adapt_page_table`` of a backend."""
 
     kind = "backend"
 
-    def test_table_follows_the_formula(self, subject: Subject) -> None:
+    @drawn(cpu=100, interpret=50, case=adapt_cases)
+    def test_table_follows_the_formula(self, subject: Subject, case: AdaptCase) -> None:
         """The tail stands at ``count``, in its ring slot; rows are head-major in each slot."""
+        check_table(subject, case)
 
-        @examples(subject.tier, cpu=100, interpret=50)
-        @given(adapt_cases(subject))
-        def check(case: AdaptCase) -> None:
-            check_table(subject, case)
-
-        check()
-
-    def test_table_of_an_algorithm_whose_tail_competes(self, subject: Subject) -> None:
+    @drawn(cpu=50, interpret=20, case=_competing)
+    def test_table_of_an_algorithm_whose_tail_competes(
+        self, subject: Subject, case: AdaptCase
+    ) -> None:
         """K columns, unit 1: nothing is appended."""
-        geometry = token_geometry(subject)
-
-        @examples(subject.tier, cpu=50, interpret=20)
-        @given(adapt_cases(subject, tail=False, geometry=geometry))
-        def check(case: AdaptCase) -> None:
-            check_table(subject, case)
-
-        check()
+        check_table(subject, case)
 
     def test_padded_rows_have_no_tokens(self, subject: Subject) -> None:
         """Rows with slot -1, first, between, last and alone, whatever the plan says of them."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.cases import cases
 from topkv_testing.algorithm.correct import Attended, attended, corrected, corrects, selections
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 from topkv_testing.stage.oracles import exact_keys, stage_options_of
 
 
@@ -36,29 +36,28 @@ class EstimateTests(KitTests):
 
     kind = "stage"
 
-    def test_what_is_added_is_what_the_formula_says(self, subject: Subject) -> None:
+    @drawn(
+        cpu=40,
+        interpret=4,
+        gpu=20,
+        case=partial(cases, keys=("normal", "ties"), dtypes=("float32",), exact=False),
+    )
+    def test_what_is_added_is_what_the_formula_says(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """Output and log-sum-exp, in fp32, of any selection; at each of several calls."""
         if stage_options_of(subject).estimate is None:
             pytest.skip(f"{subject.entry.name}: the options do not say what is estimated")
-
-        @examples(subject.tier, cpu=40, interpret=4, gpu=20)
-        @given(
-            case=cases(subject, keys=("normal", "ties"), dtypes=("float32",), exact=False),
-            data=st.data(),
-        )
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case, values=None)
-            corrects(bench)
-            keys = exact_keys(subject, case.tokens(1))[: data.draw(bench.long_lengths())]
-            bench.prefill(1, keys[:-1])
-            bench.append([1], keys[-1:])
-            for salt in range(3):
-                q = case.queries(1, salt=50 + salt)
-                before = attended(bench, [1], q, data.draw(selections(bench, [1])))
-                after = corrected(bench, q, [1], before)
-                out, lse = merged(bench, 1, q[0], before)
-                for got, expected in ((after.out, out), (after.lse, lse)):
-                    one = got[0, 0].cpu().double()
-                    torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
-
-        check()
+        bench = AlgorithmBench(subject, case, values=None)
+        corrects(bench)
+        keys = exact_keys(subject, case.tokens(1))[: data.draw(bench.long_lengths())]
+        bench.prefill(1, keys[:-1])
+        bench.append([1], keys[-1:])
+        for salt in range(3):
+            q = case.queries(1, salt=50 + salt)
+            before = attended(bench, [1], q, data.draw(selections(bench, [1])))
+            after = corrected(bench, q, [1], before)
+            out, lse = merged(bench, 1, q[0], before)
+            for got, expected in ((after.out, out), (after.lse, lse)):
+                one = got[0, 0].cpu().double()
+                torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,10 +15,10 @@ from topkv.types import LayerView
 from topkv_dropping.stage import ScoresPages
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
-from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithm.cases import cases, rounded_cases
 from topkv_testing.algorithm.kernels import require_both
 from topkv_testing.algorithm.memory import same_bits
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 from topkv_testing.stage.oracles import exact_keys, stage_options_of
 
 
@@ -60,72 +60,62 @@ class KeepTests(KitTests):
 
     kind = "stage"
 
-    def test_every_page_has_a_score_of_its_own_request(self, subject: Subject) -> None:
+    @drawn(cpu=60, interpret=6, gpu=20, case=cases, seed=st.integers(1, 9))
+    def test_every_page_has_a_score_of_its_own_request(
+        self, subject: Subject, case: Case, data: Data, seed: int
+    ) -> None:
         """Scores are finite, and other host pages and other requests change no bit of them."""
+        bench = AlgorithmBench(subject, case)
+        grown(bench, case, 1, data)
+        dropped = data.draw(st.sampled_from([0, 7, 100_000]), "dropped")
+        scores = worth(bench, 1, dropped)
+        assert scores.isfinite().all(), f"scores {scores}"
+        other = AlgorithmBench(subject, case, pages_seed=seed)
+        for slot in (0, 2):
+            other.prefill(slot, case.tokens(slot + 5))
+        other.prefill(1, bench.keys[1][:-1])
+        other.append([1], bench.keys[1][-1:])
+        again = worth(other, 1, dropped)
+        assert same_bits(scores, again), f"{scores}, on other pages {again}"
 
-        @examples(subject.tier, cpu=60, interpret=6, gpu=20)
-        @given(case=cases(subject), data=st.data(), seed=st.integers(1, 9))
-        def check(case: Case, data: st.DataObject, seed: int) -> None:
-            bench = AlgorithmBench(subject, case)
-            grown(bench, case, 1, data)
-            dropped = data.draw(st.sampled_from([0, 7, 100_000]), "dropped")
-            scores = worth(bench, 1, dropped)
-            assert scores.isfinite().all(), f"scores {scores}"
-            other = AlgorithmBench(subject, case, pages_seed=seed)
-            for slot in (0, 2):
-                other.prefill(slot, case.tokens(slot + 5))
-            other.prefill(1, bench.keys[1][:-1])
-            other.append([1], bench.keys[1][-1:])
-            again = worth(other, 1, dropped)
-            assert same_bits(scores, again), f"{scores}, on other pages {again}"
-
-        check()
-
-    def test_pages_are_worth_what_the_formula_says(self, subject: Subject) -> None:
+    @drawn(
+        cpu=20,
+        interpret=3,
+        gpu=10,
+        case=partial(cases, keys=("normal",), dtypes=("float32",), exact=False),
+    )
+    def test_pages_are_worth_what_the_formula_says(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """In fp32, for random keys, whatever had been given back before."""
         reported = stage_options_of(subject).worth
         if reported is None:
             pytest.skip(f"{subject.entry.name}: the options do not say what pages are worth")
+        # Of two pages one is above the mean and one below, whatever they are worth.
+        case = evolve(case, least_units=max(case.units, 4 * case.geometry.page_units))
+        bench = AlgorithmBench(subject, case)
+        keeper(bench)
+        least = 3 * bench.group.page_tokens
+        keys = exact_keys(subject, case.tokens(1))[: data.draw(bench.lengths(least=least))]
+        bench.prefill(1, keys[:-1])
+        bench.append([1], keys[-1:])
+        dropped = data.draw(st.sampled_from([0, 7, 900]), "dropped")
+        expected, error = reported(bench, 1, len(keys) + dropped)
+        got = worth(bench, 1, dropped).double()
+        apart = float((got - expected).abs().max())
+        assert apart <= error, f"pages are worth {got}, by the formula {expected}"
 
-        @examples(subject.tier, cpu=20, interpret=3, gpu=10)
-        @given(
-            case=cases(subject, keys=("normal",), dtypes=("float32",), exact=False),
-            data=st.data(),
-        )
-        def check(case: Case, data: st.DataObject) -> None:
-            # Of two pages one is above the mean and one below, whatever they are worth.
-            case = evolve(case, least_units=max(case.units, 4 * case.geometry.page_units))
-            bench = AlgorithmBench(subject, case)
-            keeper(bench)
-            least = 3 * bench.group.page_tokens
-            keys = exact_keys(subject, case.tokens(1))[: data.draw(bench.lengths(least=least))]
-            bench.prefill(1, keys[:-1])
-            bench.append([1], keys[-1:])
-            dropped = data.draw(st.sampled_from([0, 7, 900]), "dropped")
-            expected, error = reported(bench, 1, len(keys) + dropped)
-            got = worth(bench, 1, dropped).double()
-            apart = float((got - expected).abs().max())
-            assert apart <= error, f"pages are worth {got}, by the formula {expected}"
-
-        check()
-
-    def test_kernels_score_pages_as_the_reference_does(self, subject: Subject) -> None:
+    @drawn(cpu=30, interpret=6, gpu=20, needs=[require_both], case=rounded_cases)
+    def test_kernels_score_pages_as_the_reference_does(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
         """Equal up to rounding, relative to the largest score."""
-        require_both(subject)
-
-        @examples(subject.tier, cpu=30, interpret=6, gpu=20)
-        @given(case=cases(subject, keys=("normal", "heavy"), exact=False), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            benches = [
-                AlgorithmBench(subject, case, impl=impl) for impl in ("reference", "triton")
-            ]
-            grown(benches[0], case, 1, data)
-            benches[1].prefill(1, benches[0].keys[1][:-1])
-            benches[1].append([1], benches[0].keys[1][-1:])
-            dropped = data.draw(st.sampled_from([0, 7, 100_000]), "dropped")
-            one, two = (worth(bench, 1, dropped) for bench in benches)
-            eps = 16 * torch.finfo(case.geometry.dtype).eps
-            size = 1 + one.abs().max()
-            assert (one - two).abs().max() <= eps * size, f"reference {one}, kernels {two}"
-
-        check()
+        benches = [AlgorithmBench(subject, case, impl=impl) for impl in ("reference", "triton")]
+        grown(benches[0], case, 1, data)
+        benches[1].prefill(1, benches[0].keys[1][:-1])
+        benches[1].append([1], benches[0].keys[1][-1:])
+        dropped = data.draw(st.sampled_from([0, 7, 100_000]), "dropped")
+        one, two = (worth(bench, 1, dropped) for bench in benches)
+        eps = 16 * torch.finfo(case.geometry.dtype).eps
+        size = 1 + one.abs().max()
+        assert (one - two).abs().max() <= eps * size, f"reference {one}, kernels {two}"

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
 
 from topkv.assembly.assembly import Plugins, make_plugins
 from topkv.assembly.stages import Staged
@@ -30,7 +29,7 @@ from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 from topkv_testing.algorithm.options import options_of
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import KitTests, Subject, drawn
 from topkv_testing.models.doubles import GATHER, Entries
 
 _MODEL = ModelShape(3, 4, 2, 64, torch.float32, 0.125)
@@ -66,20 +65,17 @@ class OptionTests(KitTests):
 
     kind = "stage"
 
-    def test_its_parameters_reach_the_backend_of_its_layers(self, subject: Subject) -> None:
+    @drawn(cpu=20, interpret=5, gpu=5, params=lambda subject: options_of(subject).params)
+    def test_its_parameters_reach_the_backend_of_its_layers(
+        self, subject: Subject, params: dict[str, Any]
+    ) -> None:
         """All of them, under each option; and none reach that of dense layers."""
         entry = subject.entry
         assert entry.capabilities.options, f"{entry.name} names no option of attention"
-
-        @examples(subject.tier, cpu=20, interpret=5, gpu=5)
-        @given(options_of(subject).params)
-        def check(params: dict[str, Any]) -> None:
-            every = entry.parameters(**params)
-            made: list[Any] = _made(subject, params).backends
-            asked = [dict(each.options) for each in made]
-            assert asked == [{}, dict.fromkeys(entry.capabilities.options, every)]
-
-        check()
+        every = entry.parameters(**params)
+        made: list[Any] = _made(subject, params).backends
+        asked = [dict(each.options) for each in made]
+        assert asked == [{}, dict.fromkeys(entry.capabilities.options, every)]
 
     def test_it_takes_no_part_in_selections(self, subject: Subject) -> None:
         """The algorithm stands alone, so that steps and memory are what they are without it."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve, frozen
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.cases import cases
 from topkv_testing.algorithm.memory import UNWRITTEN, same_bits
 from topkv_testing.algorithm.options import options_of
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 from topkv_testing.stage.oracles import assert_left, exact_keys, stage_options_of
 from topkv_testing.strategies import seeds
 
@@ -61,135 +61,123 @@ def filled(bench: AlgorithmBench, case: Case, data: st.DataObject) -> None:
         bench.prefill(slot, case.tokens(slot)[: data.draw(bench.long_lengths())])
 
 
+def _require_left(subject: Subject) -> None:
+    if stage_options_of(subject).left is None:
+        pytest.skip(f"{subject.entry.name}: the options do not say what is left")
+
+
 class RefineTests(KitTests):
     """Candidates that ``refine`` leaves."""
 
     kind = "stage"
 
-    def test_what_is_left_are_candidates(self, subject: Subject) -> None:
+    @drawn(cpu=80, interpret=6, gpu=20, case=cases)
+    def test_what_is_left_are_candidates(self, subject: Subject, case: Case, data: Data) -> None:
         """Every element is written, with a candidate of its own lane, each once, or -1."""
+        bench = AlgorithmBench(subject, case)
+        filled(bench, case, data)
+        rows = data.draw(st.permutations([*range(bench.requests), -1]))[: bench.requests]
+        q = case.queries(len(rows))
+        q[[row for row, slot in enumerate(rows) if slot < 0]] = torch.nan
+        offered = data.draw(candidates(bench, rows))
+        found = refine(bench, q, rows, offered)
+        for lane, among in zip(found, offered.tolist(), strict=True):
+            assert UNWRITTEN not in lane, f"ids {lane} are not written completely"
+            valid = [unit for unit in lane if unit != -1]
+            assert len(set(valid)) == len(valid), f"ids {lane} repeat a unit"
+            alien = set(valid) - set(among)
+            assert not alien, f"ids {lane}: {alien} are not among the candidates {among}"
 
-        @examples(subject.tier, cpu=80, interpret=6, gpu=20)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case)
-            filled(bench, case, data)
-            rows = data.draw(st.permutations([*range(bench.requests), -1]))[: bench.requests]
-            q = case.queries(len(rows))
-            q[[row for row, slot in enumerate(rows) if slot < 0]] = torch.nan
-            offered = data.draw(candidates(bench, rows))
-            found = refine(bench, q, rows, offered)
-            for lane, among in zip(found, offered.tolist(), strict=True):
-                assert UNWRITTEN not in lane, f"ids {lane} are not written completely"
-                valid = [unit for unit in lane if unit != -1]
-                assert len(set(valid)) == len(valid), f"ids {lane} repeat a unit"
-                alien = set(valid) - set(among)
-                assert not alien, f"ids {lane}: {alien} are not among the candidates {among}"
-
-        check()
-
-    def test_the_order_of_candidates_does_not_matter(self, subject: Subject) -> None:
+    @drawn(cpu=60, interpret=4, gpu=20, case=cases, seed=st.integers(0, 99))
+    def test_the_order_of_candidates_does_not_matter(
+        self, subject: Subject, case: Case, data: Data, seed: int
+    ) -> None:
         """Candidates at other places of their row leave the same units."""
+        bench = AlgorithmBench(subject, case)
+        filled(bench, case, data)
+        rows = list(range(bench.requests))
+        q, offered = case.queries(len(rows)), data.draw(candidates(bench, rows))
+        order = torch.randperm(offered.shape[1], generator=torch.Generator().manual_seed(seed))
+        one, two = (
+            [sorted(lane) for lane in refine(bench, q, rows, each)]
+            for each in (offered, offered[:, order])
+        )
+        assert one == two, f"{offered} leave {one}, in the order {order.tolist()} {two}"
 
-        @examples(subject.tier, cpu=60, interpret=4, gpu=20)
-        @given(case=cases(subject), data=st.data(), seed=st.integers(0, 99))
-        def check(case: Case, data: st.DataObject, seed: int) -> None:
-            bench = AlgorithmBench(subject, case)
-            filled(bench, case, data)
-            rows = list(range(bench.requests))
-            q, offered = case.queries(len(rows)), data.draw(candidates(bench, rows))
-            order = torch.randperm(offered.shape[1], generator=torch.Generator().manual_seed(seed))
-            one, two = (
-                [sorted(lane) for lane in refine(bench, q, rows, each)]
-                for each in (offered, offered[:, order])
-            )
-            assert one == two, f"{offered} leave {one}, in the order {order.tolist()} {two}"
-
-        check()
-
-    def test_the_best_candidates_are_left(self, subject: Subject) -> None:
+    @drawn(cpu=80, interpret=4, gpu=20, case=cases)
+    def test_the_best_candidates_are_left(self, subject: Subject, case: Case, data: Data) -> None:
         """Exact scores: K candidates of the largest, by the author's formula; ties either way."""
         oracle = options_of(subject).oracle
         if oracle is None:
             pytest.skip(f"{subject.entry.name}: the options have no oracle")
+        bench = AlgorithmBench(subject, case)
+        filled(bench, case, data)
+        rows = list(range(bench.requests))
+        bench.append(rows, case.tokens(9)[: len(rows)], settle=False)
+        q, offered = case.queries(len(rows)), data.draw(candidates(bench, rows))
+        found = refine(bench, q, rows, offered)
+        heads = bench.group.lane_heads
+        for number, (lane, among) in enumerate(zip(found, offered.tolist(), strict=True)):
+            row, head = divmod(number, heads)
+            worth = oracle(bench, rows[row], q[row])[head]
+            best = sorted((float(worth[unit]) for unit in among if unit >= 0), reverse=True)
+            best = best[: bench.group.select]
+            got = sorted((float(worth[unit]) for unit in lane if unit >= 0), reverse=True)
+            assert got == best, f"left are {lane} of worth {got}, the best are worth {best}"
 
-        @examples(subject.tier, cpu=80, interpret=4, gpu=20)
-        @given(case=cases(subject), data=st.data())
-        def check(case: Case, data: st.DataObject) -> None:
-            bench = AlgorithmBench(subject, case)
-            filled(bench, case, data)
-            rows = list(range(bench.requests))
-            bench.append(rows, case.tokens(9)[: len(rows)], settle=False)
-            q, offered = case.queries(len(rows)), data.draw(candidates(bench, rows))
-            found = refine(bench, q, rows, offered)
-            heads = bench.group.lane_heads
-            for number, (lane, among) in enumerate(zip(found, offered.tolist(), strict=True)):
-                row, head = divmod(number, heads)
-                worth = oracle(bench, rows[row], q[row])[head]
-                best = sorted((float(worth[unit]) for unit in among if unit >= 0), reverse=True)
-                best = best[: bench.group.select]
-                got = sorted((float(worth[unit]) for unit in lane if unit >= 0), reverse=True)
-                assert got == best, f"left are {lane} of worth {got}, the best are worth {best}"
-
-        check()
-
-    def test_what_is_left_is_what_the_formula_leaves(self, subject: Subject) -> None:
+    @drawn(
+        cpu=80,
+        interpret=2,
+        gpu=20,
+        needs=[_require_left],
+        case=partial(cases, keys=("normal", "ties"), dtypes=("float32",), exact=False),
+        seed=seeds(),
+    )
+    def test_what_is_left_is_what_the_formula_leaves(
+        self, subject: Subject, case: Case, data: Data, seed: int
+    ) -> None:
         """As many as the formula leaves, of the highest ranks; in fp32, in ragged batches."""
-        _require_left(subject)
+        bench = AlgorithmBench(subject, case)
+        for slot in range(bench.requests):
+            _filled(bench, case, slot, data.draw(bench.long_lengths()))
+        _compare(bench, case, seed)
 
-        @examples(subject.tier, cpu=80, interpret=2, gpu=20)
-        @given(
-            case=cases(subject, keys=("normal", "ties"), dtypes=("float32",), exact=False),
-            data=st.data(),
-            seed=seeds(),
-        )
-        def check(case: Case, data: st.DataObject, seed: int) -> None:
-            bench = AlgorithmBench(subject, case)
-            for slot in range(bench.requests):
-                _filled(bench, case, slot, data.draw(bench.long_lengths()))
-            _compare(bench, case, seed)
-
-        check()
-
-    def test_of_equal_candidates_the_lowest_are_left(self, subject: Subject) -> None:
+    @drawn(
+        cpu=30,
+        interpret=1,
+        gpu=10,
+        needs=[_require_left],
+        case=partial(cases, keys=("constant",), dtypes=("float32",)),
+        seed=seeds(),
+    )
+    def test_of_equal_candidates_the_lowest_are_left(
+        self, subject: Subject, case: Case, data: Data, seed: int
+    ) -> None:
         """Keys that are all alike: as many as the formula leaves, from the lowest unit on."""
-        _require_left(subject)
+        bench = AlgorithmBench(subject, case)
+        for slot in range(bench.requests):
+            _filled(bench, case, slot, data.draw(bench.long_lengths()))
+        for each in _refined(bench, case, seed):
+            lowest = each.among[: len(each.kept)]
+            assert each.kept == lowest, f"all of {each.among} are alike, left are {each.kept}"
 
-        @examples(subject.tier, cpu=30, interpret=1, gpu=10)
-        @given(
-            case=cases(subject, keys=("constant",), dtypes=("float32",)),
-            data=st.data(),
-            seed=seeds(),
-        )
-        def check(case: Case, data: st.DataObject, seed: int) -> None:
-            bench = AlgorithmBench(subject, case)
-            for slot in range(bench.requests):
-                _filled(bench, case, slot, data.draw(bench.long_lengths()))
-            for each in _refined(bench, case, seed):
-                lowest = each.among[: len(each.kept)]
-                assert each.kept == lowest, f"all of {each.among} are alike, left are {each.kept}"
-
-        check()
-
-    def test_long_requests_leave_what_the_formula_leaves(self, subject: Subject) -> None:
+    @drawn(
+        cpu=10,
+        interpret=1,
+        gpu=3,
+        needs=[_require_left],
+        case=partial(cases, dtypes=("float32",), units=(4, 1), exact=False),
+        seed=seeds(),
+    )
+    def test_long_requests_leave_what_the_formula_leaves(
+        self, subject: Subject, case: Case, seed: int
+    ) -> None:
         """A request of ``long_units``, of which a quarter is left at most."""
-        _require_left(subject)
-
-        @examples(subject.tier, cpu=10, interpret=1, gpu=3)
-        @given(case=cases(subject, dtypes=("float32",), units=(4, 1), exact=False), seed=seeds())
-        def check(case: Case, seed: int) -> None:
-            units = options_of(subject).long_units
-            case = evolve(case, least_units=units, select=units // 4)
-            bench = AlgorithmBench(subject, case, requests=1)
-            _filled(bench, case, 0, case.most)
-            _compare(bench, case, seed)
-
-        check()
-
-
-def _require_left(subject: Subject) -> None:
-    if stage_options_of(subject).left is None:
-        pytest.skip(f"{subject.entry.name}: the options do not say what is left")
+        units = options_of(subject).long_units
+        case = evolve(case, least_units=units, select=units // 4)
+        bench = AlgorithmBench(subject, case, requests=1)
+        _filled(bench, case, 0, case.most)
+        _compare(bench, case, seed)
 
 
 def _filled(bench: AlgorithmBench, case: Case, slot: int, length: int) -> None:

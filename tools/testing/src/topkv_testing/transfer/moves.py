@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv_testing import strategies
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 from topkv_testing.models.host_formats import CODED, formats_of
 from topkv_testing.transfer.bench import Row, TransferBench, random_tokens, raw
 from topkv_testing.transfer.cases import DTYPES, bench_of, cache_of, fetch, shapes
+
+
+def _require_coded(subject: Subject) -> None:
+    if CODED not in formats_of(subject.entry):
+        pytest.skip(f"{subject.entry.name} does not state the host format {CODED!r}")
 
 
 class MoveTests(KitTests):
@@ -22,102 +26,106 @@ class MoveTests(KitTests):
 
     kind = "transfer"
 
-    def test_row_formats_move_bytewise(self, subject: Subject) -> None:
-        @examples(subject.tier, cpu=12, interpret=4, gpu=12)
-        @given(strategies.row_formats(), st.sampled_from([1, 2, 4]), strategies.seeds())
-        def check(row: tuple[torch.dtype, int, int], unit: int, seed: int) -> None:
-            dtype, dim, planes = row
-            while planes * unit * dim * dtype.itemsize % 16:
-                unit *= 2
-            shape: dict[str, Any] = {"dtype": dtype, "dim": dim, "unit": unit, "seed": seed}
-            shape["planes"] = planes
-            cache = cache_of(subject, slots=4, requests=2, units=12, lane_heads=1, **shape)
-            cache.begin(1)
-            cache.prefill(1, 9 * unit + unit // 2)
-            for ids in ([3, 0, -1, 5], [4, 3, 1, 2], [6, 8, 0, 7]):
-                cache.decode([1], [[ids]] * 2)
-                cache.check()
-            length = cache.requests[1].length
-            cache.flush(1)
-            fetched = fetch(cache.bench, 1, 1, 0, length)
-            assert torch.equal(raw(fetched), raw(cache.requests[1].tokens[1])), "fetch"
+    @drawn(
+        cpu=12,
+        interpret=4,
+        gpu=12,
+        row=strategies.row_formats(),
+        unit=st.sampled_from([1, 2, 4]),
+        seed=strategies.seeds(),
+    )
+    def test_row_formats_move_bytewise(
+        self, subject: Subject, row: tuple[torch.dtype, int, int], unit: int, seed: int
+    ) -> None:
+        dtype, dim, planes = row
+        while planes * unit * dim * dtype.itemsize % 16:
+            unit *= 2
+        shape: dict[str, Any] = {"dtype": dtype, "dim": dim, "unit": unit, "seed": seed}
+        shape["planes"] = planes
+        cache = cache_of(subject, slots=4, requests=2, units=12, lane_heads=1, **shape)
+        cache.begin(1)
+        cache.prefill(1, 9 * unit + unit // 2)
+        for ids in ([3, 0, -1, 5], [4, 3, 1, 2], [6, 8, 0, 7]):
+            cache.decode([1], [[ids]] * 2)
+            cache.check()
+        length = cache.requests[1].length
+        cache.flush(1)
+        fetched = fetch(cache.bench, 1, 1, 0, length)
+        assert torch.equal(raw(fetched), raw(cache.requests[1].tokens[1])), "fetch"
 
-        check()
-
-    def test_append_writes_the_new_token_alone(self, subject: Subject) -> None:
-        @examples(subject.tier, cpu=30, interpret=10)
-        @given(
-            st.sampled_from(["sparse", "resident", "streamed"]),
-            st.sampled_from([1, 2, 4]),
-            st.lists(st.tuples(st.integers(1, 16), st.booleans()), min_size=3, max_size=3),
-            st.permutations([0, 1, -1]),
-            st.sampled_from([1, 2]),
-        )
-        def check(
-            residency: str,
-            unit: int,
-            states: list[tuple[int, bool]],
-            slots: list[int],
-            planes: int,
-        ) -> None:
-            dense = residency != "sparse"
-            shape: dict[str, Any] = {"residency": residency, "unit": unit, "units": 16}
-            shape["planes"] = planes
-            if dense:
-                shape |= {"lane_heads": 1, "heads_per_lane": 2, "page_units": 1}
-            bench = bench_of(subject, **shape)
-            bench.put(
-                [
-                    Row(slot, length, length, appended) if slot >= 0 else Row(appended=appended)
-                    for slot, (length, appended) in zip(slots, states, strict=True)
-                ]
-            )
-            check_append(bench, slots, states)
-
-        check()
-
-    def test_offload_moves_what_closed(self, subject: Subject) -> None:
-        """All layers at once, exactly the units that this step filled, for every mix of rows."""
-
-        @examples(subject.tier, cpu=30, interpret=8)
-        @given(
-            st.sampled_from([1, 2, 4]),
-            st.permutations([0, 1, -1]),
-            st.lists(
-                st.tuples(st.integers(0, 16), st.booleans(), st.booleans()),
-                min_size=3,
-                max_size=3,
-            ),
-        )
-        def check(unit: int, slots: list[int], states: list[Any]) -> None:
-            bench = bench_of(subject, unit=unit, slots=8, units=16)
-            ring = bench.store.buffer[:, :, 8:]
-            ring.copy_(random_tokens(ring.shape, ring.dtype, bench.generator))
-            rows = [
-                Row(slot, length, length, appended, resident) if slot >= 0 else Row()
-                for slot, (length, appended, resident) in zip(slots, states, strict=True)
+    @drawn(
+        cpu=30,
+        interpret=10,
+        residency=st.sampled_from(["sparse", "resident", "streamed"]),
+        unit=st.sampled_from([1, 2, 4]),
+        states=st.lists(st.tuples(st.integers(1, 16), st.booleans()), min_size=3, max_size=3),
+        slots=st.permutations([0, 1, -1]),
+        planes=st.sampled_from([1, 2]),
+    )
+    def test_append_writes_the_new_token_alone(
+        self,
+        subject: Subject,
+        residency: str,
+        unit: int,
+        states: list[tuple[int, bool]],
+        slots: list[int],
+        planes: int,
+    ) -> None:
+        dense = residency != "sparse"
+        shape: dict[str, Any] = {"residency": residency, "unit": unit, "units": 16}
+        shape["planes"] = planes
+        if dense:
+            shape |= {"lane_heads": 1, "heads_per_lane": 2, "page_units": 1}
+        bench = bench_of(subject, **shape)
+        bench.put(
+            [
+                Row(slot, length, length, appended) if slot >= 0 else Row(appended=appended)
+                for slot, (length, appended) in zip(slots, states, strict=True)
             ]
-            bench.put(rows)
-            expected = bench.store.entries.clone()
-            closing = [r for r in rows if r.appended and r.length and r.length % unit == 0]
-            for row in closing:
-                page, within = divmod(bench.host_id(row.slot, row.length // unit - 1), 4)
-                place = (row.length // unit - 1) % 2
-                lanes = bench.store.lanes_of(row.slot)
-                expected[page, :, :, within] = ring[:, lanes, place].cpu()
-            here = [row.slot for row in closing]
-            with bench.touching([r.slot for r in closing if r.resident], pages_of=here):
-                bench.engine.offload()
-            assert torch.equal(raw(bench.store.entries), raw(expected)), "the host after offload"
-            for row in closing:
-                fits = row.resident and (row.length - 1) // unit <= 8
-                unit_of_row = row.length // unit - 1
-                lanes = bench.store.lanes_of(row.slot)
-                held = bench.store.unit_slot[:, lanes, unit_of_row]
-                kept = unit_of_row if fits and unit_of_row < 8 else -1
-                assert (held == kept).all(), f"unit {unit_of_row} belongs into slot {kept}"
+        )
+        check_append(bench, slots, states)
 
-        check()
+    @drawn(
+        cpu=30,
+        interpret=8,
+        unit=st.sampled_from([1, 2, 4]),
+        slots=st.permutations([0, 1, -1]),
+        states=st.lists(
+            st.tuples(st.integers(0, 16), st.booleans(), st.booleans()),
+            min_size=3,
+            max_size=3,
+        ),
+    )
+    def test_offload_moves_what_closed(
+        self, subject: Subject, unit: int, slots: list[int], states: list[Any]
+    ) -> None:
+        """All layers at once, exactly the units that this step filled, for every mix of rows."""
+        bench = bench_of(subject, unit=unit, slots=8, units=16)
+        ring = bench.store.buffer[:, :, 8:]
+        ring.copy_(random_tokens(ring.shape, ring.dtype, bench.generator))
+        rows = [
+            Row(slot, length, length, appended, resident) if slot >= 0 else Row()
+            for slot, (length, appended, resident) in zip(slots, states, strict=True)
+        ]
+        bench.put(rows)
+        expected = bench.store.entries.clone()
+        closing = [r for r in rows if r.appended and r.length and r.length % unit == 0]
+        for row in closing:
+            page, within = divmod(bench.host_id(row.slot, row.length // unit - 1), 4)
+            place = (row.length // unit - 1) % 2
+            lanes = bench.store.lanes_of(row.slot)
+            expected[page, :, :, within] = ring[:, lanes, place].cpu()
+        here = [row.slot for row in closing]
+        with bench.touching([r.slot for r in closing if r.resident], pages_of=here):
+            bench.engine.offload()
+        assert torch.equal(raw(bench.store.entries), raw(expected)), "the host after offload"
+        for row in closing:
+            fits = row.resident and (row.length - 1) // unit <= 8
+            unit_of_row = row.length // unit - 1
+            lanes = bench.store.lanes_of(row.slot)
+            held = bench.store.unit_slot[:, lanes, unit_of_row]
+            kept = unit_of_row if fits and unit_of_row < 8 else -1
+            assert (held == kept).all(), f"unit {unit_of_row} belongs into slot {kept}"
 
     def test_a_unit_written_again_is_new_in_every_copy(self, subject: Subject) -> None:
         """A lane outgrows its buffer, which goes on holding the first units; the newest of these
@@ -139,72 +147,74 @@ class MoveTests(KitTests):
                 cache.decode([1], [[ids]] * 2)
                 cache.check()
 
-    def test_chunks_fetch_flush_and_restore(self, subject: Subject) -> None:
+    @drawn(
+        cpu=25,
+        interpret=6,
+        shape=lambda subject: shapes(subject.tier.name),
+        resident=st.booleans(),
+    )
+    def test_chunks_fetch_flush_and_restore(
+        self, subject: Subject, data: Data, shape: dict[str, Any], resident: bool
+    ) -> None:
         """Chunks longer than the ring and ends in mid-unit, against a list of tokens."""
-
-        @examples(subject.tier, cpu=25, interpret=6)
-        @given(st.data(), shapes(subject.tier.name), st.booleans())
-        def check(data: st.DataObject, shape: dict[str, Any], resident: bool) -> None:
-            cache = cache_of(subject, **shape)
-            unit = cache.group.unit
-            cache.begin(1, resident)
-            for _ in range(data.draw(st.integers(1, 3))):
-                cache.prefill(1, data.draw(st.integers(0, 4 * unit + 1)))
-                for _ in range(data.draw(st.integers(0, 2))):
-                    cache.decode([1, -1])
-                cache.check()
-            cache.flush(1)
+        cache = cache_of(subject, **shape)
+        unit = cache.group.unit
+        cache.begin(1, resident)
+        for _ in range(data.draw(st.integers(1, 3))):
+            cache.prefill(1, data.draw(st.integers(0, 4 * unit + 1)))
+            for _ in range(data.draw(st.integers(0, 2))):
+                cache.decode([1, -1])
             cache.check()
-            length = cache.requests[1].length
-            start = data.draw(st.integers(0, length // unit)) * unit
-            if start < length:
-                for layer in cache.layers:
-                    fetched = fetch(cache.bench, layer, 1, start, length - start)
-                    true = cache.requests[1].tokens[layer, start:]
-                    assert torch.equal(raw(fetched), raw(true)), f"fetch from {start}"
-            cache.truncate(1, data.draw(st.integers(0, length)), resident)
-            cache.check()
-            ids = [[list(range(cache.group.select))] * cache.group.lane_heads] * 2
-            cache.decode([1], ids)
-            cache.check()
+        cache.flush(1)
+        cache.check()
+        length = cache.requests[1].length
+        start = data.draw(st.integers(0, length // unit)) * unit
+        if start < length:
+            for layer in cache.layers:
+                fetched = fetch(cache.bench, layer, 1, start, length - start)
+                true = cache.requests[1].tokens[layer, start:]
+                assert torch.equal(raw(fetched), raw(true)), f"fetch from {start}"
+        cache.truncate(1, data.draw(st.integers(0, length)), resident)
+        cache.check()
+        ids = [[list(range(cache.group.select))] * cache.group.lane_heads] * 2
+        cache.decode([1], ids)
+        cache.check()
 
-        check()
-
-    def test_coded_entries_hold_what_was_rounded(self, subject: Subject) -> None:
+    @drawn(
+        cpu=20,
+        interpret=4,
+        gpu=20,
+        needs=[_require_coded],
+        dtype=st.sampled_from(DTYPES),
+        dim=st.sampled_from([4, 12, 16, 48]),
+        unit=st.sampled_from([1, 2, 4]),
+        resident=st.booleans(),
+        seed=strategies.seeds(),
+    )
+    def test_coded_entries_hold_what_was_rounded(
+        self, subject: Subject, dtype: torch.dtype, dim: int, unit: int, resident: bool, seed: int
+    ) -> None:
         """Rounded rows come back from coded entries bit for bit, by every way there and back:
         offload, chunk or flush; load, fetch or restore."""
-        _require_coded(subject)
-
-        @examples(subject.tier, cpu=20, interpret=4, gpu=20)
-        @given(
-            st.sampled_from(DTYPES),
-            st.sampled_from([4, 12, 16, 48]),
-            st.sampled_from([1, 2, 4]),
-            st.booleans(),
-            strategies.seeds(),
-        )
-        def check(dtype: torch.dtype, dim: int, unit: int, resident: bool, seed: int) -> None:
-            while 2 * unit * dim * dtype.itemsize % 16:
-                unit *= 2
-            shape: dict[str, Any] = {"dtype": dtype, "dim": dim, "unit": unit, "seed": seed}
-            shape |= {"host_format": CODED, "heads_per_lane": 2}
-            cache = cache_of(subject, slots=4, requests=2, units=16, **shape)
-            cache.begin(1, resident)
-            cache.prefill(1, 8 * unit + unit // 2)
-            for ids in ([3, 0, -1, 5], [4, 3, 1, 2], [6, 2, 0, 7]):
-                cache.decode([-1, 1], [[ids] * 4] * 2)
-                cache.check()
-            cache.flush(1)
-            length = cache.requests[1].length
-            for start in (0, 4 * unit):
-                fetched = fetch(cache.bench, 1, 1, start, length - start)
-                assert torch.equal(raw(fetched), raw(cache.requests[1].tokens[1, start:])), "fetch"
-            cache.truncate(1, length - unit, resident)
+        while 2 * unit * dim * dtype.itemsize % 16:
+            unit *= 2
+        shape: dict[str, Any] = {"dtype": dtype, "dim": dim, "unit": unit, "seed": seed}
+        shape |= {"host_format": CODED, "heads_per_lane": 2}
+        cache = cache_of(subject, slots=4, requests=2, units=16, **shape)
+        cache.begin(1, resident)
+        cache.prefill(1, 8 * unit + unit // 2)
+        for ids in ([3, 0, -1, 5], [4, 3, 1, 2], [6, 2, 0, 7]):
+            cache.decode([-1, 1], [[ids] * 4] * 2)
             cache.check()
-            cache.decode([1], [[[5, 1, 0, 2]] * 2] * 2)
-            cache.check()
-
-        check()
+        cache.flush(1)
+        length = cache.requests[1].length
+        for start in (0, 4 * unit):
+            fetched = fetch(cache.bench, 1, 1, start, length - start)
+            assert torch.equal(raw(fetched), raw(cache.requests[1].tokens[1, start:])), "fetch"
+        cache.truncate(1, length - unit, resident)
+        cache.check()
+        cache.decode([1], [[[5, 1, 0, 2]] * 2] * 2)
+        cache.check()
 
     def test_dense_layers_store_and_fetch(self, subject: Subject) -> None:
         dense = ("resident", "streamed")
@@ -224,11 +234,6 @@ class MoveTests(KitTests):
                     k, v = k.to(bench.device), v.to(bench.device)
                     bench.engine.store_chunk(bench.views[1], 2, start, k, v, end, False)
             assert torch.equal(raw(fetch(bench, 1, 2, 4, 17)), raw(tokens[4:])), residency
-
-
-def _require_coded(subject: Subject) -> None:
-    if CODED not in formats_of(subject.entry):
-        pytest.skip(f"{subject.entry.name} does not state the host format {CODED!r}")
 
 
 def check_append(bench: TransferBench, slots: list[int], states: list[tuple[int, bool]]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from topkv_testing import strategies
-from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.kit import Data, KitTests, Subject, drawn
 from topkv_testing.transfer.bench import Row, raw
 from topkv_testing.transfer.cases import bench_of, cache_of, shapes
 
@@ -20,28 +20,26 @@ class PlanTests(KitTests):
 
     kind = "transfer"
 
-    def test_plan_and_load_follow_the_ordered_model(self, subject: Subject) -> None:
-        @examples(subject.tier, cpu=40, interpret=8, gpu=30)
-        @given(st.data(), shapes(subject.tier.name))
-        def check(data: st.DataObject, shape: dict[str, Any]) -> None:
-            cache = cache_of(subject, **shape)
-            group = cache.group
-            slots = range(group.max_requests)
-            for slot in slots:
-                cache.begin(slot)
-                cache.prefill(slot, data.draw(st.integers(0, 8 * group.unit)))
-            for _ in range(data.draw(st.integers(1, 4))):
-                batch = data.draw(strategies.batches(slots, group.max_requests))
-                limit = data.draw(st.integers(0, 10))
-                wanted = strategies.adversarial_ids(limit, group.select)
-                ids = [
-                    [data.draw(wanted) for _ in range(len(batch) * group.lane_heads)]
-                    for _ in cache.layers
-                ]
-                cache.decode(batch, ids)
-                cache.check()
-
-        check()
+    @drawn(cpu=40, interpret=8, gpu=30, shape=lambda subject: shapes(subject.tier.name))
+    def test_plan_and_load_follow_the_ordered_model(
+        self, subject: Subject, data: Data, shape: dict[str, Any]
+    ) -> None:
+        cache = cache_of(subject, **shape)
+        group = cache.group
+        slots = range(group.max_requests)
+        for slot in slots:
+            cache.begin(slot)
+            cache.prefill(slot, data.draw(st.integers(0, 8 * group.unit)))
+        for _ in range(data.draw(st.integers(1, 4))):
+            batch = data.draw(strategies.batches(slots, group.max_requests))
+            limit = data.draw(st.integers(0, 10))
+            wanted = strategies.adversarial_ids(limit, group.select)
+            ids = [
+                [data.draw(wanted) for _ in range(len(batch) * group.lane_heads)]
+                for _ in cache.layers
+            ]
+            cache.decode(batch, ids)
+            cache.check()
 
     def test_persistent_duplicates_do_not_grow_occupancy(self, subject: Subject) -> None:
         bench = bench_of(subject, select=6, slots=7, requests=2, lane_heads=1, layers=1)
