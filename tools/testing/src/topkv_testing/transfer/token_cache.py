@@ -70,12 +70,12 @@ class TokenCache:
         lanes = self.bench.store.lanes_of(slot)
         return [(layer, row) for layer in self.layers for row in range(lanes.start, lanes.stop)]
 
-    def _hold(self, slot: int, units: Sequence[int], layers: Sequence[int] | None = None) -> None:
+    def _hold(self, slot: int, units: Sequence[int]) -> None:
         """Put unit u into slot u of each lane that fits."""
         if self.fits(self.requests[slot]):
             for layer, row in self._rows(slot):
                 for unit in units:
-                    if unit < self.group.buffer_slots and (layers is None or layer in layers):
+                    if unit < self.group.buffer_slots:
                         self.lanes[layer, row].unit_in[unit] = unit
 
     def _forget(self, slot: int) -> None:
@@ -159,14 +159,20 @@ class TokenCache:
             request.dirty = True
         return Row(slot, request.length, request.high, appended, request.resident)
 
-    def select(self, layer: int, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
-        """Plan and load the rows of the last ``put``; the plan must be the model's."""
+    def select(
+        self, layer: int, rows: Sequence[Row], ids: Sequence[Sequence[int]]
+    ) -> dict[str, list[Any]]:
+        """Plan and load the rows of the last ``put``; return the plan, which is the model's."""
         plan = self.bench.run(layer, ids)
         for lane, wanted in enumerate(ids):
             batch, head = divmod(lane, self.group.lane_heads)
             expected = self._expected(layer, rows[batch], head, wanted)
             actual = {name: values[lane] for name, values in plan.items()}
-            assert actual == expected, f"layer {layer}, lane {lane}, ids {wanted}, {rows[batch]}"
+            assert actual == expected, (
+                f"layer {layer}, lane {lane}, ids {wanted}, {rows[batch]}: the plan is {actual}, "
+                f"expected {expected}"
+            )
+        return plan
 
     def _expected(self, layer: int, row: Row, head: int, ids: Sequence[int]) -> dict[str, Any]:
         group, slot = self.group, row.slot
