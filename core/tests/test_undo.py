@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from topkv.errors import RequestError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.plugins.discovery import hookimpl
+from topkv_authoring.selectors import host_ids
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -57,7 +58,7 @@ class Accumulates(Scripted):
             if int(step.appended[row]):
                 layer.pools["before"][slot, newest % (UNDO + 1)] = mass
                 for unit in range(closed):
-                    kept = layer.pools["sums"][self.host_id(layer, slot, unit)].flatten()
+                    kept = layer.pools["sums"][host_ids(layer, slot, unit)].flatten()
                     asked = q[row, 0].flatten(1).float().sum(1).unflatten(0, (len(mass), -1))
                     mass[:, unit] += (asked.sum(1) * kept.sum()).abs()
             best = mass[:, :closed].topk(min(out.ids.shape[1], closed)).indices

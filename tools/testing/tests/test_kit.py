@@ -15,6 +15,7 @@ import topkv_testing
 from topkv.entries import TIERS, TRAITS, Capabilities
 from topkv.errors import PluginError
 from topkv.plugins.discovery import hookimpl
+from topkv_authoring.selectors import host_ids
 from topkv_testing.algorithms import AlgorithmTests
 from topkv_testing.differences import difference
 from topkv_testing.doubles import GATHER, SCRIPTED
@@ -128,6 +129,7 @@ def test_examples_follow_tier_and_profile():
 
 MINE = """
 import pytest
+from topkv_authoring.selectors import host_ids
 from topkv_testing.algorithms import AlgorithmTests
 
 class TestMine(AlgorithmTests):
@@ -200,7 +202,7 @@ class CodesOfThePrompt(Indexed):
         k = k.clone()
         for row, slot in enumerate(layer.step.slots.tolist()):
             if slot >= 0:
-                book = layer.pools["index"][self._rows(layer, slot, torch.arange(2))]
+                book = layer.pools["index"][host_ids(layer, slot, torch.arange(2))]
                 nearest = (book - k[row].double()).square().sum(-1).nan_to_num(torch.inf).argmin()
                 k[row] = book[nearest].to(k.dtype)
         super().update(layer, k, v)

@@ -17,7 +17,7 @@ from topkv_testing.engine.case import EngineCase
 from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import Subject
 from topkv_testing.models.doubles import Entries
-from topkv_testing.models.engine_doubles import BenchEntries, Fault, Watcher, roving_units
+from topkv_testing.models.engine_doubles import ROVING, WATCHER, Fault, Watcher, roving_units
 from topkv_testing.tolerance import assert_as_good
 
 UNIT, RING, PAGE, LONGEST, ROWS = 4, 8, 16, 80, 3
@@ -40,10 +40,8 @@ class Bench:
     registry: PluginRegistry = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        offers = (Entries(self.subject.entry), BenchEntries())
-        self.registry = PluginRegistry(
-            [(f"topkv-testing-{index}", "0", offer) for index, offer in enumerate(offers)]
-        )
+        offered = Entries(self.subject.entry, ROVING, WATCHER)
+        self.registry = PluginRegistry([("topkv-testing", "0", offered)])
 
     @property
     def case(self) -> EngineCase:

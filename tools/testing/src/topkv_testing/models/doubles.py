@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
@@ -9,11 +11,13 @@ from torch import Tensor
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.hooks.backend import BackendSetup
+from topkv.kv.token_format import decode_fp8
 from topkv.parameters import values
 from topkv.plugins.discovery import hookimpl
+from topkv.plugins.kinds import registering
 from topkv.types import LayerView, Plan, Selection, Tables
-from topkv_authoring.entry import topkv_register_kv_formats
-from topkv_authoring.latent_fp8 import decode_fp8
+from topkv_authoring.page_table import adapt_page_table
+from topkv_authoring.selectors import KeepsUnits
 from topkv_fp8_host_format.entry import topkv_register_host_formats
 from topkv_prefixes.entry import topkv_register_keepers
 from topkv_testing.models.oracle import attention
@@ -21,7 +25,7 @@ from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK, TO_UNITS
 from topkv_testing.models.storage_doubles import SHELF
 
 
-class Scripted:
+class Scripted(KeepsUnits):
     """Selects the ids that a test puts into ``next_ids``, whatever they are, else nothing.
 
     Its representation is the sum of each unit's keys, so that a test can check whether the
@@ -33,49 +37,23 @@ class Scripted:
         self.model, self.group, self.params = setup.model, setup.group, setup.params
         self.next_ids: dict[int, Tensor] = {}
 
-    @hookimpl
-    def spec(self) -> AlgorithmSpec:
+    def representations(self) -> list[RepresentationSpec]:
         shape = (self.model.num_kv_heads, self.model.head_dim)
-        return AlgorithmSpec(
-            (
-                RepresentationSpec("sums", "unit", shape, torch.float32),
-                RepresentationSpec("turns", "request", (1,), torch.int64),
-            ),
-            **values(self.params),
-        )
+        return [RepresentationSpec("sums", "unit", shape, torch.float32)]
+
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        return {"sums": torch.where(valid[:, :, None, None], keys, 0).float().sum(1)}
 
     @hookimpl
-    def construct(
-        self,
-        layer: LayerView,
-        slot: int,
-        start: int,
-        k: Tensor,
-        v: Tensor,
-        q: Tensor,
-        lse: Tensor,
-    ) -> None:
-        for first in range(0, len(k), self.group.unit):
-            keys = k[first : first + self.group.unit]
-            unit = (start + first) // self.group.unit
-            layer.pools["sums"][self.host_id(layer, slot, unit)] = keys.sum(0).float()
+    def spec(self) -> AlgorithmSpec:
+        turns = RepresentationSpec("turns", "request", (1,), torch.int64)
+        return AlgorithmSpec((*self.representations(), turns), **values(self.params))
 
     @hookimpl
     def settle(
         self, layer: LayerView, slot: int, since: int, length: int, history: History
     ) -> None:
         layer.pools["turns"][slot] += 1
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        group, step = self.group, layer.step
-        for batch in range(step.batch):
-            slot, length = int(step.slots[batch]), int(step.lengths[batch])
-            if slot >= 0 and step.appended[batch]:
-                unit, last = divmod(length - 1, group.unit)
-                keys = layer.ring_k[slot, :, unit % group.ring_slots, :, : last + 1]
-                sums = keys.flatten(0, 1).sum(1).float()
-                layer.pools["sums"][self.host_id(layer, slot, unit)] = sums
 
     @hookimpl
     def retrieve_topk(
@@ -87,11 +65,6 @@ class Scripted:
         else:
             out.ids.copy_(chosen)
         return out
-
-    def host_id(self, layer: LayerView, slot: int, unit: int) -> int:
-        per_page = self.group.units_per_page
-        page = int(layer.step.page_table[slot, unit // per_page])
-        return page * per_page + unit % per_page
 
 
 class Gather:
@@ -105,23 +78,7 @@ class Gather:
 
     @hookimpl
     def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
-        group, step = layer.group, layer.step
-        table, lengths = tables.table, tables.lengths
-        table.zero_()
-        for lane in range(table.shape[0]):
-            batch, head = divmod(lane, group.lane_heads)
-            slot, length = int(step.slots[batch]), int(step.lengths[batch])
-            count = int(plan.count[lane])
-            base = (slot * group.lane_heads + head) * group.slots
-            if slot < 0 or length == 0:
-                lengths[lane] = 0
-                continue
-            table[lane, :count] = base + plan.slots[lane, :count]
-            lengths[lane] = count * group.unit
-            if table.shape[1] > group.select:
-                unit, last = divmod(length - 1, group.unit)
-                table[lane, count] = base + group.buffer_slots + unit % group.ring_slots
-                lengths[lane] += last + 1
+        adapt_page_table(layer, plan, tables, impl="reference")
 
     @hookimpl
     def attend(
@@ -153,12 +110,8 @@ class Gather:
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
     ) -> None:
-        rows = q_start + torch.arange(q.shape[0], device=q.device)
-        columns = k_start + torch.arange(k.shape[0], device=q.device)
-        mask = columns[None, :] <= rows[:, None]
-        result, log = attention(q, k, v, self.model.scale, mask)
-        out.copy_(result)
-        lse.copy_(log)
+        everything = torch.ones(1, 1, dtype=torch.bool, device=q.device)
+        self.prefill_selected(q, k, v, q_start, k_start, everything, out, lse)
 
     @hookimpl
     def prefill_selected(
@@ -225,55 +178,16 @@ class Entries:
         stages = (KEEP, KEEP_KEYS, RERANK, TO_UNITS)
         self.entries = (SCRIPTED, COMPETING, GATHER, *stages, SHELF, *further)
         self.entries += (*topkv_register_keepers(), *topkv_register_host_formats())
-        self.entries += (*topkv_register_kv_formats(),)
+        for kind in {entry.kind for entry in self.entries}:
+            offered = [entry for entry in self.entries if entry.kind == kind]
+            setattr(self, registering(kind), _offering(offered))
 
-    def _of_kind(self, kind: str) -> list[PluginEntry]:
-        return [entry for entry in self.entries if entry.kind == kind]
 
-    @hookimpl
-    def topkv_register_algorithms(self) -> list[PluginEntry]:
-        return self._of_kind("algorithm")
-
-    @hookimpl
-    def topkv_register_backends(self) -> list[PluginEntry]:
-        return self._of_kind("backend")
+def _offering(entries: list[PluginEntry]) -> Callable[[], list[PluginEntry]]:
+    """Make the hook by which a package returns its entries of one kind."""
 
     @hookimpl
-    def topkv_register_transfers(self) -> list[PluginEntry]:
-        return self._of_kind("transfer")
+    def offer() -> list[PluginEntry]:
+        return entries
 
-    @hookimpl
-    def topkv_register_observers(self) -> list[PluginEntry]:
-        return self._of_kind("observer")
-
-    @hookimpl
-    def topkv_register_evictions(self) -> list[PluginEntry]:
-        return self._of_kind("eviction")
-
-    @hookimpl
-    def topkv_register_topks(self) -> list[PluginEntry]:
-        return self._of_kind("topk")
-
-    @hookimpl
-    def topkv_register_stages(self) -> list[PluginEntry]:
-        return self._of_kind("stage")
-
-    @hookimpl
-    def topkv_register_keepers(self) -> list[PluginEntry]:
-        return self._of_kind("keeper")
-
-    @hookimpl
-    def topkv_register_kv_formats(self) -> list[PluginEntry]:
-        return self._of_kind("kv_format")
-
-    @hookimpl
-    def topkv_register_host_formats(self) -> list[PluginEntry]:
-        return self._of_kind("host_format")
-
-    @hookimpl
-    def topkv_register_storages(self) -> list[PluginEntry]:
-        return self._of_kind("storage")
-
-    @hookimpl
-    def topkv_register_engines(self) -> list[PluginEntry]:
-        return self._of_kind("engine")
+    return offer

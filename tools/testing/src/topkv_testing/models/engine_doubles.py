@@ -158,16 +158,12 @@ class Watcher:
         self.began, self.ended = [], []
 
 
-class BenchEntries:
-    """Registers ``Roving`` and ``Watcher`` as a package would."""
+ROVING = PluginEntry(
+    "roving",
+    "algorithm",
+    f"{__name__}:Roving",
+    capabilities=Capabilities(scopes=("kv_head", "shared"), attention=("gqa", "mla")),
+    defaults={"scope": "kv_head"},
+)
 
-    @hookimpl
-    def topkv_register_algorithms(self) -> list[PluginEntry]:
-        what = Capabilities(scopes=("kv_head", "shared"), attention=("gqa", "mla"))
-        factory = f"{__name__}:Roving"
-        defaults = {"scope": "kv_head"}
-        return [PluginEntry("roving", "algorithm", factory, capabilities=what, defaults=defaults)]
-
-    @hookimpl
-    def topkv_register_observers(self) -> list[PluginEntry]:
-        return [PluginEntry("watcher", "observer", f"{__name__}:Watcher")]
+WATCHER = PluginEntry("watcher", "observer", f"{__name__}:Watcher")

@@ -9,6 +9,7 @@ from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.plugins.discovery import hookimpl
 from topkv.types import LayerView, Selection
+from topkv_authoring.selectors import KeepsUnits, host_ids
 
 
 def index_scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
@@ -23,46 +24,23 @@ def index_scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("th,ths->ts", weights.double(), products)
 
 
-class Indexed:
+class Indexed(KeepsUnits):
     """Keeps index keys as they are; selects the K best tokens, of equal ones the first."""
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.model, self.group = setup.model, setup.group
 
-    @hookimpl
-    def spec(self) -> AlgorithmSpec:
+    def representations(self) -> list[RepresentationSpec]:
         indexer = self.model.indexer
         shape = (indexer.head_dim if indexer else 0,)
-        return AlgorithmSpec((RepresentationSpec("index", "token", shape, torch.float64),))
+        return [RepresentationSpec("index", "token", shape, torch.float64)]
 
-    def _rows(self, layer: LayerView, slot: int, tokens: Tensor) -> Tensor:
-        page = self.group.page_tokens
-        pages = layer.step.page_table[slot].long()[tokens // page]
-        return pages * page + tokens % page
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        return {"index": keys[:, 0, 0].double()}
 
     @hookimpl
-    def construct(
-        self,
-        layer: LayerView,
-        slot: int,
-        start: int,
-        k: Tensor,
-        v: Tensor,
-        q: Tensor,
-        lse: Tensor,
-    ) -> None:
-        tokens = torch.arange(start, start + len(k), device=k.device)
-        layer.pools["index"][self._rows(layer, slot, tokens)] = k[:, 0].double()
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        k = k[:, 0]
-        step = layer.step
-        for batch in range(step.batch):
-            slot = int(step.slots[batch])
-            if slot >= 0 and step.appended[batch]:
-                newest = step.lengths[batch : batch + 1].long() - 1
-                layer.pools["index"][self._rows(layer, slot, newest)] = k[batch].double()
+    def spec(self) -> AlgorithmSpec:
+        return AlgorithmSpec(tuple(self.representations()))
 
     @hookimpl
     def retrieve_topk(
@@ -89,7 +67,7 @@ class Indexed:
         self, layer: LayerView, slot: int, length: int, q: Tensor, weights: Tensor, ids: Tensor
     ) -> None:
         tokens = torch.arange(length, device=q.device)
-        keys = layer.pools["index"][self._rows(layer, slot, tokens)]
+        keys = layer.pools["index"][host_ids(layer, slot, tokens)]
         order = index_scores(q, weights, keys)[0].sort(descending=True, stable=True).indices
         best = order[: len(ids)].sort().values
         ids[: len(best)] = best.int()
