@@ -15,7 +15,7 @@ from topkv.hooks.stage import StageSetup, StageSpec
 from topkv.parameters import values
 from topkv.plugins.discovery import hookimpl
 from topkv.types import GroupShape, LayerView, Selection
-from topkv_authoring.selectors import host_ids
+from topkv_authoring.selectors import closed_units, host_ids
 from topkv_dropping.dropping import Keeping
 from topkv_dropping.stage import ScoresPages
 
@@ -49,9 +49,8 @@ class ToUnits(Keep):
         self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
     ) -> Selection:
         group, absent = self.setup.group, self.setup.group.max_units
-        closed = (layer.step.lengths - 1).clamp(min=0) // group.unit * (layer.step.slots >= 0)
         units = torch.where(candidates.ids < 0, absent, candidates.ids // group.unit)
-        inside = units < closed.repeat_interleave(group.lane_heads)[:, None]
+        inside = units < closed_units(layer).repeat_interleave(group.lane_heads)[:, None]
         units = torch.where(inside, units, absent).sort(1).values
         units[:, 1:][units[:, 1:] == units[:, :-1]] = absent
         units = units.sort(1).values[:, : out.ids.shape[1]]
@@ -63,33 +62,42 @@ class Rerank:
     """Leaves the candidates with the largest product of a key and a query of their lane.
 
     It keeps every key as it is, and of equal units leaves the lower. ``widen`` is a parameter.
+
+    Attributes:
+        kept: names of the pools that have keys, and values if there is a second one.
     """
+
+    kept: tuple[str, ...] = ("keys",)
 
     def __init__(self, setup: StageSetup) -> None:
         self.model, self.group, self.widen = setup.model, setup.group, setup.params.widen
 
+    def representations(self) -> list[RepresentationSpec]:
+        shape, dtype = (self.model.num_kv_heads, self.model.head_dim), self.model.dtype
+        return [RepresentationSpec(name, "token", shape, dtype) for name in self.kept]
+
     @hookimpl
     def spec(self) -> StageSpec:
-        shape = (self.model.num_kv_heads, self.model.head_dim)
-        return StageSpec(
-            (RepresentationSpec("keys", "token", shape, self.model.dtype),), self.widen
-        )
+        return StageSpec(tuple(self.representations()), self.widen)
 
     @hookimpl
     def construct(
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
-        tokens = torch.arange(start, start + len(k), device=k.device)
-        layer.pools["keys"][self._rows(layer, slot, tokens)] = k
+        at = self._rows(layer, slot, torch.arange(start, start + len(k), device=k.device))
+        for name, rows in zip(self.kept, (k, v), strict=False):
+            layer.pools[name][at] = rows
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        step, pool, k = layer.step, layer.pools["keys"], k[:, 0]
+        step = layer.step
         writes = (step.appended != 0) & (step.slots >= 0)
         tokens = (step.lengths - 1).clamp(min=0)
         # Rows that append nothing write row 0, which belongs to nobody, and what it holds.
         at = torch.where(writes, self._rows(layer, step.slots.clamp(min=0), tokens), 0)
-        pool[at] = torch.where(writes[:, None, None], k, pool[at])
+        for name, rows in zip(self.kept, (k[:, 0], v[:, 0]), strict=False):
+            pool = layer.pools[name]
+            pool[at] = torch.where(writes[:, None, None], rows, pool[at])
 
     def _rows(self, layer: LayerView, slots: Tensor | int, tokens: Tensor) -> Tensor:
         unit = self.group.unit
@@ -126,12 +134,7 @@ class Rerank:
 class KeepKeys(Rerank):
     """Leaves all candidates, whatever they are, and keeps every key."""
 
-    @hookimpl
-    def refine(
-        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
-    ) -> Selection:
-        out.ids.copy_(candidates.ids)
-        return out
+    refine = Keep.refine
 
 
 class Heavy(ScoresPages, Rerank):
@@ -145,10 +148,7 @@ class Heavy(ScoresPages, Rerank):
         self.model, self.group = setup.model, setup.group
         self.keeping = Keeping(**values(setup.params))
 
-    def representations(self) -> list[RepresentationSpec]:
-        shape = (self.model.num_kv_heads, self.model.head_dim)
-        return [RepresentationSpec("keys", "token", shape, self.model.dtype)]
-
+    representations = Rerank.representations
     refine: Any = None
 
     def keep(
@@ -169,35 +169,13 @@ class Complete(Rerank):
     With it any selection gives what attention to everything gives.
     """
 
+    kept = ("keys", "values")
+
     @hookimpl
     def spec(self) -> StageSpec:
-        heads, dim, dtype = self.model.num_kv_heads, self.model.head_dim, self.model.dtype
-        return StageSpec(
-            tuple(
-                RepresentationSpec(name, "token", (heads, dim), dtype)
-                for name in ("keys", "values")
-            )
-        )
+        return StageSpec(tuple(self.representations()))
 
     refine: Any = None
-
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        tokens = torch.arange(start, start + len(k), device=k.device)
-        at = self._rows(layer, slot, tokens)
-        layer.pools["keys"][at], layer.pools["values"][at] = k, v
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        step, pools = layer.step, layer.pools
-        writes = ((step.appended != 0) & (step.slots >= 0))[:, None, None]
-        tokens = (step.lengths - 1).clamp(min=0)
-        rows = self._rows(layer, step.slots.clamp(min=0), tokens)
-        at = torch.where(writes[:, 0, 0], rows, 0)
-        for name, new in (("keys", k[:, 0]), ("values", v[:, 0])):
-            pools[name][at] = torch.where(writes, new, pools[name][at])
 
     @hookimpl
     def correct(
@@ -207,7 +185,7 @@ class Complete(Rerank):
         slots = layer.step.slots.clamp(min=0)[:, None]
         tokens = torch.arange(group.max_units * group.unit, device=q.device)
         unit = tokens // group.unit
-        closed = (layer.step.lengths - 1).clamp(min=0) // group.unit * (layer.step.slots >= 0)
+        closed = closed_units(layer)
         held = (selection.ids[:, :, None] == unit).any(1).unflatten(0, (-1, lanes))
         left = (unit < closed[:, None])[:, None] & ~held
         left = left.repeat_interleave(q.shape[2] // lanes, 1)
@@ -281,9 +259,9 @@ class Offered:
         if self.next_ids is not None:
             out.ids.copy_(self.next_ids)
             return out
-        step, place = layer.step, torch.arange(out.ids.shape[1], device=out.ids.device)
-        closed = (step.lengths - 1).clamp(min=0) // self.group.unit * (step.slots >= 0)
-        units = closed.repeat_interleave(self.group.lane_heads)[:, None] - 1 - place
+        place = torch.arange(out.ids.shape[1], device=out.ids.device)
+        closed = closed_units(layer).repeat_interleave(self.group.lane_heads)[:, None]
+        units = closed - 1 - place
         out.ids.copy_(torch.where((units >= 0) & (place % EVERY != 1), units, -1))
         return out
 
@@ -298,9 +276,8 @@ class Everything(Offered):
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
     ) -> Selection:
-        step, units = layer.step, torch.arange(out.ids.shape[1], device=out.ids.device)
-        closed = (step.lengths - 1).clamp(min=0) // self.group.unit * (step.slots >= 0)
-        closed = closed.repeat_interleave(self.group.lane_heads)[:, None]
+        units = torch.arange(out.ids.shape[1], device=out.ids.device)
+        closed = closed_units(layer).repeat_interleave(self.group.lane_heads)[:, None]
         out.ids.copy_(torch.where(units < closed, units, -1))
         return out
 
