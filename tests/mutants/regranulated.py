@@ -17,12 +17,9 @@ from topkv.types import Selection
 from topkv_regranulate.entry import topkv_register_stages
 from topkv_regranulate.stage import Regranulate
 from topkv_testing.machines import scenarios
+from topkv_testing.machines.lifecycle import machine_of
 from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
-from topkv_testing.machines.regrained import (
-    SCRIPTED_TOKENS,
-    RegrainedMachine,
-    regrained_machine,
-)
+from topkv_testing.machines.regrained import SCRIPTED_TOKENS, RegrainedMachine
 from topkv_testing.tiers import Tier
 
 
@@ -37,7 +34,7 @@ def scenario(play: scenarios.Scenario, **start: Any) -> Run:
     """One short life of requests whose selections are regranulated."""
 
     def run(on: Tier) -> None:
-        make = partial(regrained_machine, base=Regranulated)
+        make = partial(machine_of, Regranulated)
         scenarios.run_scenario(play, on, make=make, **{"fast": False, **start})
 
     return run

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import settings
 
 from topkv_regranulate.entry import topkv_register_stages
+from topkv_testing.machines.lifecycle import machine_of, run_lives
 from topkv_testing.machines.lifecycle_model import SPARSE
-from topkv_testing.machines.regrained import RegrainedMachine, regrained_machine, run_regrained
+from topkv_testing.machines.regrained import RegrainedMachine
 from topkv_testing.machines.scenarios import SCENARIOS, run_scenario
 from topkv_testing.tiers import tier
 
@@ -45,12 +46,12 @@ class Regranulated(RegrainedMachine):
 
 def test_a_few_lives():
     few = settings(max_examples=10, stateful_step_count=15, deadline=None, derandomize=True)
-    run_regrained(tier("cpu"), base=Regranulated, further=few)
+    run_lives(Regranulated, tier("cpu"), further=few)
 
 
 @pytest.mark.nightly
 def test_lives(on):
-    run_regrained(on, base=Regranulated)
+    run_lives(Regranulated, on)
 
 
 @pytest.mark.nightly
@@ -59,5 +60,5 @@ def test_lives(on):
 def test_scenario(scenario, unit, on):
     fast = unit == 4
     tail = "selectable" if fast else "forced"
-    make = partial(regrained_machine, base=Regranulated)
+    make = partial(machine_of, Regranulated)
     run_scenario(scenario, on, make=make, unit=unit, fast=fast, tail=tail)

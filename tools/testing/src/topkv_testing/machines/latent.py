@@ -9,17 +9,16 @@ selections are worked out here, from the index keys that the model beside keeps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule
 from torch import Tensor
 
-from topkv.plugins import PluginRegistry
+from topkv.kv.token_format import LATENT, ROPE, ROW_BYTES, decode_fp8, encode_fp8
 from topkv.types import GroupShape, Index, IndexerShape, ModelShape
-from topkv_authoring.latent_fp8 import LATENT, ROPE, ROW_BYTES, decode_fp8, encode_fp8
-from topkv_testing.kit import examples
+from topkv_testing.machines.lifecycle import machine_of, run_lives
 from topkv_testing.machines.lifecycle_calls import any_live
 from topkv_testing.machines.lifecycle_model import (
     HEADS,
@@ -32,14 +31,10 @@ from topkv_testing.machines.lifecycle_model import (
 from topkv_testing.machines.lifecycle_tokens import TokenLives
 from topkv_testing.models.cache_model import RequestModel
 from topkv_testing.models.indexed import INDEXED
-from topkv_testing.tiers import Tier
 
 INDEX_HEADS, INDEX_DIM = 2, 4
 SIZES = {"model": (12, 8), "fp8": (LATENT + ROPE, LATENT)}
 """Elements of a row, and of its value."""
-
-STEPS = {"cpu": 15, "interpret": 8, "gpu": 15}
-"""Rules of one example."""
 
 
 def best(q: Tensor, weights: Tensor, keys: Tensor, count: int) -> list[int]:
@@ -86,6 +81,8 @@ class LatentMachine(TokenLives):
         last: the last index query and weights of the prompts of each (layer, slot).
     """
 
+    few = (60, 3, 8)
+    steps: Mapping[str, int] = {"cpu": 15, "interpret": 8, "gpu": 15}
     packed: bool
     shared: bool
     last: dict[tuple[int, int], tuple[Tensor, Tensor]]
@@ -261,20 +258,7 @@ class LatentMachine(TokenLives):
         """Check nothing: the algorithm keeps nothing by slot."""
 
 
-def latent_machine(
-    on: Tier, transfer: str = "zero_copy", registry: PluginRegistry | None = None
-) -> type[LatentMachine]:
-    """Return the machine; see ``lifecycle_machine``. ``registry`` has to hold ``INDEXED`` too."""
-    values = {"on": on, "transfer": transfer, "registry": registry}
-    return type(f"Latent_{on.name}", (LatentMachine,), values)
+latent_machine = partial(machine_of, LatentMachine)
+"""The machine for a tier; a ``registry`` has to hold ``INDEXED`` too."""
 
-
-def run_latent(
-    on: Tier,
-    transfer: str = "zero_copy",
-    registry: PluginRegistry | None = None,
-    further: settings | None = None,
-) -> None:
-    """Run the machine as a test; see ``run_lifecycle``."""
-    few = settings(examples(on, cpu=60, interpret=3, gpu=8), stateful_step_count=STEPS[on.name])
-    run_state_machine_as_test(latent_machine(on, transfer, registry), settings=further or few)
+run_latent = partial(run_lives, LatentMachine)

@@ -24,6 +24,8 @@ To run it for an engine of your own, which has to follow ``topkv.hooks.transfer`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from hypothesis import settings
@@ -51,12 +53,17 @@ from topkv_testing.machines.lifecycle_model import (
 )
 from topkv_testing.tiers import Tier
 
-STEPS = {"cpu": 25, "interpret": 12, "gpu": 25}
-"""Rules of one example."""
-
 
 class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
-    """Requests begin, prefill, decode, roll back, fork and end, in any order."""
+    """Requests begin, prefill, decode, roll back, fork and end, in any order.
+
+    Attributes:
+        few: examples on a CPU, in the interpreter and on a GPU, see ``kit.examples``.
+        steps: rules of one example, by tier.
+    """
+
+    few: tuple[int, int, int] = (65, 8, 12)
+    steps: Mapping[str, int] = {"cpu": 25, "interpret": 12, "gpu": 25}
 
     def teardown(self) -> None:
         if not hasattr(self, "coordinator"):
@@ -225,31 +232,41 @@ class LifecycleMachine(Lives):
         self.begin_request()
 
 
-def lifecycle_machine(
-    on: Tier, transfer: str = "zero_copy", registry: PluginRegistry | None = None
-) -> type[LifecycleMachine]:
-    """The machine for a tier and a transfer engine.
+def machine_of(
+    base: type[Lives],
+    on: Tier,
+    transfer: str = "zero_copy",
+    registry: PluginRegistry | None = None,
+) -> type[Any]:
+    """A machine for a tier and a transfer engine.
 
     Args:
+        base: class of the lives.
         on: where it runs.
         transfer: name of the engine.
         registry: where the engine is found, beside the doubles; see the module.
     """
     values = {"on": on, "transfer": transfer, "registry": registry}
-    return type(f"Lifecycle_{on.name}", (LifecycleMachine,), values)
+    return type(f"{base.__name__}_{on.name}", (base,), values)
 
 
-def run_lifecycle(
+def run_lives(
+    base: type[Lives],
     on: Tier,
     transfer: str = "zero_copy",
     registry: PluginRegistry | None = None,
     further: settings | None = None,
 ) -> None:
-    """Run the machine as a test.
+    """Run a machine as a test.
 
     Args:
-        on, transfer, registry: as for ``lifecycle_machine``.
+        base, on, transfer, registry: as for ``machine_of``.
         further: hypothesis settings instead of those that suit the tier.
     """
-    few = settings(examples(on, cpu=65, interpret=8, gpu=12), stateful_step_count=STEPS[on.name])
-    run_state_machine_as_test(lifecycle_machine(on, transfer, registry), settings=further or few)
+    few = settings(examples(on, *base.few), stateful_step_count=base.steps[on.name])
+    machine = machine_of(base, on, transfer, registry)
+    run_state_machine_as_test(machine, settings=further or few)
+
+
+lifecycle_machine = partial(machine_of, LifecycleMachine)
+run_lifecycle = partial(run_lives, LifecycleMachine)

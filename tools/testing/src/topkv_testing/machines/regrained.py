@@ -1,7 +1,8 @@
 """The lifecycle machine over selections of tokens that are stored and attended by larger units.
 
 Lives are those of ``lifecycle``; the algorithm selects any set of tokens, and a stage turns them
-into units: that of ``models.stage_doubles``, or that of an author's ``stage``.
+into units: that of ``models.stage_doubles``, or that of an author's ``stage``. A registry has to
+hold ``SCRIPTED_TOKENS``, ``COMPETING_TOKENS`` and the stage.
 """
 
 from __future__ import annotations
@@ -11,47 +12,23 @@ from typing import Any
 
 import torch
 from attrs import evolve
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize
 from torch import Tensor
 
-from topkv.entries import Capabilities, PluginEntry
-from topkv.plugins import PluginRegistry
-from topkv.plugins.discovery import hookimpl
-from topkv.types import LayerView
-from topkv_authoring.selectors import host_ids
-from topkv_testing.kit import examples
-from topkv_testing.machines.lifecycle import STEPS
+from topkv.entries import PluginEntry
 from topkv_testing.machines.lifecycle_model import SPARSE, Forward, Given, doubles
 from topkv_testing.machines.lifecycle_tokens import TokenLives
 from topkv_testing.models.cache_model import RequestModel
-from topkv_testing.models.doubles import SCRIPTED, Scripted
-from topkv_testing.tiers import Tier
+from topkv_testing.models.doubles import SCRIPTED
 
-
-class ScriptedTokens(Scripted):
-    """Scripted selections of single tokens; their representation is their key."""
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        k = k[:, 0]
-        step = layer.step
-        for batch in range(step.batch):
-            slot, length = int(step.slots[batch]), int(step.lengths[batch])
-            if slot >= 0 and step.appended[batch]:
-                layer.pools["sums"][host_ids(layer, slot, length - 1)] = k[batch].float()
-
-
-SCRIPTED_TOKENS = PluginEntry(
-    "scripted_tokens",
-    "algorithm",
-    "topkv_testing.machines.regrained:ScriptedTokens",
-    capabilities=Capabilities(units=(1, 1), scopes=("kv_head", "shared")),
+SCRIPTED_TOKENS = evolve(
+    SCRIPTED,
+    name="scripted_tokens",
+    capabilities=evolve(SCRIPTED.capabilities, units=(1, 1)),
     defaults={"scope": "kv_head", "unit": 1},
-    parameters=SCRIPTED.parameters,
 )
-
+"""``SCRIPTED`` of single tokens, whose representation is their key."""
 
 COMPETING_TOKENS = evolve(
     SCRIPTED_TOKENS,
@@ -68,6 +45,7 @@ class RegrainedMachine(TokenLives):
         further: entries that it needs beside the doubles.
     """
 
+    few = (50, 4, 10)
     stage = "to_units"
     further: tuple[PluginEntry, ...] = ()
 
@@ -153,28 +131,3 @@ class RegrainedMachine(TokenLives):
         tokens = self._token_hosts(layer, hosts)
         sums = self.coordinator.layers[layer].view.pools["sums"][tokens].cpu()
         assert torch.equal(sums, request.k[layer][: len(tokens)]), "keys of tokens"
-
-
-def regrained_machine(
-    on: Tier,
-    transfer: str = "zero_copy",
-    registry: PluginRegistry | None = None,
-    base: type[RegrainedMachine] = RegrainedMachine,
-) -> type[RegrainedMachine]:
-    """Return the machine, or one of a class of its author; see ``lifecycle_machine``.
-    ``SCRIPTED_TOKENS``, ``COMPETING_TOKENS`` and the stage must be registered."""
-    values = {"on": on, "transfer": transfer, "registry": registry}
-    return type(f"Regrained_{on.name}", (base,), values)
-
-
-def run_regrained(
-    on: Tier,
-    transfer: str = "zero_copy",
-    registry: PluginRegistry | None = None,
-    further: settings | None = None,
-    base: type[RegrainedMachine] = RegrainedMachine,
-) -> None:
-    """Run the machine as a test; see ``run_lifecycle``."""
-    few = settings(examples(on, cpu=50, interpret=4, gpu=10), stateful_step_count=STEPS[on.name])
-    machine = regrained_machine(on, transfer, registry, base)
-    run_state_machine_as_test(machine, settings=further or few)

@@ -30,8 +30,8 @@ def run_scenario(
     """Run a scenario on a fresh machine.
 
     Args:
-        on, transfer, registry: as for ``lifecycle_machine``.
-        make: the machine; ``lifecycle_machine`` or ``latent_machine``.
+        on, transfer, registry: as for ``machine_of``.
+        make: the machine; ``lifecycle_machine``, ``latent_machine`` or ``machine_of`` of another.
         start: of the machine's ``start``.
     """
     machine = make(on, transfer, registry)()
