@@ -15,21 +15,10 @@ from topkv_infllm_v2 import reference
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.differences import require_same
+from topkv_testing.fixtures import on as on
 from topkv_testing.kit import subject_of
 from topkv_testing.strategies import Geometry
 from topkv_testing.tiers import all_tiers
-
-ON = [
-    pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
-    for each in all_tiers()
-]
-
-
-@pytest.fixture(params=ON)
-def on(request):
-    if request.param.missing:
-        pytest.skip(request.param.missing)
-    return request.param
 
 
 def bench_of(on, unit, stride, seed=0, dim=64, scope="kv_head", dtype=torch.float32, impl=None):

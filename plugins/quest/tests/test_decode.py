@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from topkv_quest.entry import topkv_register_algorithms
 from topkv_testing.decodes import DecodeTests
+from topkv_testing.fixtures import on as on
 
 
 @st.composite

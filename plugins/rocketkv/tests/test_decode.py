@@ -15,6 +15,7 @@ from topkv_rocketkv.entry import topkv_register_algorithms
 from topkv_testing.decodes import MOST as LONGEST
 from topkv_testing.decodes import DecodeTests
 from topkv_testing.doubles import Entries
+from topkv_testing.fixtures import on as on
 from topkv_testing.oracle import attention
 from topkv_testing.tiers import all_tiers
 from topkv_testing.tolerance import assert_as_good

@@ -12,22 +12,11 @@ from topkv.config import SparseConfig, lower
 from topkv.errors import ConfigError
 from topkv.plugins import registry
 from topkv.types import Index, IndexerShape, ModelShape
+from topkv_testing.fixtures import on as on
 from topkv_testing.integrity import check_integrity
 from topkv_testing.tiers import all_tiers
 
 LAYERS, DIM, INDEX_DIM, UNIT, BLOCKS = 2, 64, 24, 4, 4
-
-ON = [
-    pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
-    for each in all_tiers()
-]
-
-
-@pytest.fixture(params=ON)
-def on(request):
-    if request.param.missing:
-        pytest.skip(request.param.missing)
-    return request.param
 
 
 def make(on, heads=2, local=1, **options):

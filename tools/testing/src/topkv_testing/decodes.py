@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from topkv.types import ModelShape
 from topkv_testing.kit import examples
 from topkv_testing.models.doubles import Entries
 from topkv_testing.models.oracle import attention
-from topkv_testing.tiers import Tier, all_tiers
+from topkv_testing.tiers import Tier
 from topkv_testing.tolerance import assert_as_good
 
 HEADS, KV_HEADS, DIM, MOST = 4, 2, 8, 48
@@ -114,7 +113,10 @@ class Request:
 class DecodeTests:
     """Tests of algorithms that attend and whose selections are nested, of any unit.
 
-    A subclass names the algorithm and its shapes::
+    A subclass names the algorithm and its shapes, beside the fixture ``on``::
+
+        from topkv_testing.fixtures import on as on
+
 
         class TestDecode(DecodeTests):
             entry = ENTRY
@@ -123,18 +125,6 @@ class DecodeTests:
 
     entry: PluginEntry
     shapes: Any
-
-    @pytest.fixture(
-        params=[
-            pytest.param(tier, id=tier.name, marks=[pytest.mark.gpu] if tier.name == "gpu" else [])
-            for tier in all_tiers()
-        ]
-    )
-    def on(self, request: pytest.FixtureRequest) -> Tier:
-        tier: Tier = request.param
-        if tier.missing:
-            pytest.skip(tier.missing)
-        return tier
 
     def test_a_covering_budget_is_dense(self, on: Tier) -> None:
         """Dense in every step, from the second token on, in the open unit and at its edges."""

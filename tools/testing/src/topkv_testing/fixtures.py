@@ -8,13 +8,14 @@ import pytest
 
 from topkv_testing.tiers import Tier, all_tiers
 
+TIERS = [
+    pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
+    for each in all_tiers()
+]
+"""Parameters of a test that runs on every tier."""
 
-@pytest.fixture(
-    params=[
-        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
-        for each in all_tiers()
-    ]
-)
+
+@pytest.fixture(params=TIERS)
 def on(request: Any) -> Tier:
     """Each tier that this machine has."""
     if request.param.missing:

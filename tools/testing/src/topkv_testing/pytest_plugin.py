@@ -43,14 +43,9 @@ def _is_kit_test(cls: type | None) -> bool:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "tier" in metafunc.fixturenames and _is_kit_test(metafunc.cls):
-        from topkv_testing.tiers import all_tiers
+        from topkv_testing.fixtures import TIERS
 
-        marks = {"gpu": [pytest.mark.gpu]}
-        params = [
-            pytest.param(tier, id=tier.name, marks=marks.get(tier.name, []))
-            for tier in all_tiers()
-        ]
-        metafunc.parametrize("tier", params)
+        metafunc.parametrize("tier", TIERS)
 
 
 def pytest_report_header(config: pytest.Config) -> Sequence[str]:
