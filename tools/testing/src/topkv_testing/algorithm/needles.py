@@ -32,41 +32,22 @@ def plant(case: Case, units: Sequence[int], hidden: bool, offset: int) -> tuple[
         direction, so that a head which reads another head's keys finds the other head's needle.
         Heads that share the keys of an index look each at channels of its own.
     """
-    if case.key_heads < case.geometry.kv_heads:
-        return _plant_shared(case, units, hidden, offset)
-    g = case.geometry
-    generator = case.generator(7)
-    toward = torch.randint(0, 2, (g.dim,), generator=generator).float() * 2 - 1
-    away = 1 + torch.randint(0, 4, (case.most, g.kv_heads, 1), generator=generator) / 4
-    keys = -away * toward
-    per_lane = g.kv_heads // g.lane_heads
-    for lane, unit in enumerate(units):
-        heads = slice(lane * per_lane, (lane + 1) * per_lane)
-        inside = slice(unit * g.unit, (unit + 1) * g.unit)
-        if hidden:
-            keys[inside, heads] = -8 * toward
-        keys[unit * g.unit + offset, heads] = 4 * toward
-    sizes = 2.0 ** torch.randint(0, 2, (g.kv_heads * g.group, 1), generator=generator)
-    return keys.to(g.dtype), case.weigh((sizes * toward)[None, None].to(g.dtype))
-
-
-def _plant_shared(
-    case: Case, units: Sequence[int], hidden: bool, offset: int
-) -> tuple[Tensor, Tensor]:
     g, generator = case.geometry, case.generator(7)
     toward = torch.randint(0, 2, (g.dim,), generator=generator).float() * 2 - 1
-    away = 1 + torch.randint(0, 4, (case.most, 1, 1), generator=generator) / 4
-    keys, lanes = -away * toward, torch.arange(g.dim) % len(units)
-    for lane, unit in enumerate(units):
-        if hidden:
-            keys[unit * g.unit : (unit + 1) * g.unit, 0, lanes == lane] = (
-                -8 * toward[lanes == lane]
-            )
-    for lane, unit in enumerate(units):
-        keys[unit * g.unit + offset, 0, lanes == lane] = 4 * toward[lanes == lane]
-    heads = torch.arange(g.kv_heads * g.group) // g.group
-    own = heads * len(units) // g.kv_heads  # the lane of each head
-    q = torch.where(own[:, None] == lanes, toward, 0.0)
+    away = 1 + torch.randint(0, 4, (case.most, case.key_heads, 1), generator=generator) / 4
+    keys = -away * toward
+    lane_of_head = torch.arange(g.kv_heads) * len(units) // g.kv_heads
+    if case.key_heads < g.kv_heads:
+        lanes = (torch.arange(g.dim) % len(units))[None]
+        q = torch.where(lane_of_head.repeat_interleave(g.group)[:, None] == lanes, toward, 0.0)
+    else:
+        lanes = lane_of_head[:, None]
+        q = toward * 2.0 ** torch.randint(0, 2, (g.kv_heads * g.group, 1), generator=generator)
+    for size, tokens in ((-8, range(g.unit) if hidden else ()), (4, (offset,))):
+        for lane, unit in enumerate(units):
+            for token in tokens:
+                at = unit * g.unit + token
+                keys[at] = torch.where(lanes == lane, size * toward, keys[at])
     return keys.to(g.dtype), case.weigh(q[None, None].to(g.dtype))
 
 
