@@ -55,6 +55,22 @@ def _scopes() -> st.SearchStrategy[str]:
     return st.sampled_from(["kv_head", "shared"])
 
 
+class Before:
+    """A model that is not attached: its state, and what it generates."""
+
+    def __init__(self, bench: Bench, model: Any, prompts: list[list[int]], steps: int) -> None:
+        self.bench, self.given = bench, (model, prompts, steps)
+        self.tokens, self.logits = bench.case.generate(*self.given)
+        self.state = bench.case.state(model)
+
+    def check(self) -> None:
+        """Assert that the model is whole again."""
+        _assert_unchanged(self.bench, self.given[0], self.state)
+        tokens, logits = self.bench.case.generate(*self.given)
+        assert tokens == self.tokens, "the model gives other tokens than before"
+        assert torch.equal(logits, self.logits), "the model is not what it was, bit for bit"
+
+
 class EngineTests(KitTests):
     """Every test of an engine. The fixture ``options`` gives an ``EngineCase``."""
 
@@ -150,32 +166,24 @@ class EngineTests(KitTests):
         """The model is whole again although its last forward was never finished."""
         bench, steps = Bench(subject), _steps(subject)
         model, prompts = bench.model(), bench.prompts((37, 6))
-        tokens, logits = bench.case.generate(model, prompts, steps)
-        before = bench.case.state(model)
+        before = Before(bench, model, prompts, steps)
         for decode in (False, True):
             with bench.attached(model, **SWAPPING) as attached:
                 attached.fail(KeyboardInterrupt(), decode, 2)
                 with pytest.raises(BaseException):  # noqa: B017, PT011
                     bench.case.generate(model, prompts, steps)
-            _assert_unchanged(bench, model, before)
-            again = bench.case.generate(model, prompts, steps)
-            assert again[0] == tokens, "the model gives other tokens than before"
-            assert torch.equal(again[1], logits), "the model is not what it was, bit for bit"
+            before.check()
 
     def test_detach_restores_the_model(self, subject: Subject) -> None:
         """The model gives what it gave before, bit for bit; detach is idempotent."""
         bench, steps = Bench(subject), _steps(subject)
         model, prompts = bench.model(), bench.prompts(RAGGED)
-        tokens, logits = bench.case.generate(model, prompts, steps)
-        before = bench.case.state(model)
+        before = Before(bench, model, prompts, steps)
         handle = bench.engine().attach(model, bench.config(**SWAPPING))
         bench.case.generate(model, prompts, steps)
         for _ in range(2):
             handle.detach()
-            _assert_unchanged(bench, model, before)
-            again = bench.case.generate(model, prompts, steps)
-            assert again[0] == tokens, "the model gives other tokens than before"
-            assert torch.equal(again[1], logits), "the model is not what it was, bit for bit"
+            before.check()
         with bench.attached(model) as attached:
             attached.generate(prompts, steps)
 
@@ -223,8 +231,7 @@ class EngineTests(KitTests):
         """Refused before anything changes: the model is as it was, and can be attached."""
         bench, steps = Bench(subject), _steps(subject)
         model, prompts = bench.model(), bench.prompts((6, 18))
-        tokens, logits = bench.case.generate(model, prompts, steps)
-        before = bench.case.state(model)
+        before = Before(bench, model, prompts, steps)
         for wrong, error in (
             ({"buffer": UNIT}, ConfigError),
             ({"unit": 3}, ConfigError),
@@ -235,10 +242,8 @@ class EngineTests(KitTests):
         ):
             with pytest.raises(error):
                 bench.engine().attach(model, bench.config(**wrong))
-            _assert_unchanged(bench, model, before)
-        again = bench.case.generate(model, prompts, steps)
-        assert again[0] == tokens, "the model gives other tokens than before"
-        assert torch.equal(again[1], logits), "the model is not what it was, bit for bit"
+            _assert_unchanged(bench, model, before.state)
+        before.check()
         with bench.attached(model, **SWAPPING) as attached:
             attached.generate(prompts, steps)
 

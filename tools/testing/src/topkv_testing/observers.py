@@ -168,34 +168,25 @@ class Watched:
         units: Sequence[int],
         dropped: bool,
     ) -> None:
+        coordinator, prompt = self.coordinator, sum(tokens for _, tokens in chunks)
+        transfers = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            self._forward(rows, chunks, units, dropped)
-        if self.observer is not None and not self.coordinator.observers.named:
-            said = [str(each.message) for each in caught if "is left out" in str(each.message)]
-            raise AssertionError(f"{'; '.join(said)}; the forward was {self.reported[-1]}")
-
-    def _forward(
-        self,
-        rows: list[int],
-        chunks: list[tuple[int, int]],
-        units: Sequence[int],
-        dropped: bool,
-    ) -> None:
-        coordinator, prompt = self.coordinator, sum(tokens for _, tokens in chunks)
-        coordinator.forward_begin(decode=rows, prefill=chunks)
-        for layer in range(LAYERS - dropped):
-            self.outputs.append(self._attend(layer, len(rows) + prompt, units))
-        transfers = None
-        if dropped:
-            coordinator.forward_abort()
-        else:
-            coordinator.forward_end()
-            transfers = coordinator.transfers_of([slot for slot in rows if slot >= 0])
+            coordinator.forward_begin(decode=rows, prefill=chunks)
+            for layer in range(LAYERS - dropped):
+                self.outputs.append(self._attend(layer, len(rows) + prompt, units))
+            if dropped:
+                coordinator.forward_abort()
+            else:
+                coordinator.forward_end()
+                transfers = coordinator.transfers_of([slot for slot in rows if slot >= 0])
         totals, occupancy = coordinator.transfers_of(), count_occupancy(coordinator.requests)
         self.reported.append(
             Reported(tuple(rows), prompt, not dropped, transfers, totals, occupancy)
         )
+        if self.observer is not None and not coordinator.observers.named:
+            said = [str(each.message) for each in caught if "is left out" in str(each.message)]
+            raise AssertionError(f"{'; '.join(said)}; the forward was {self.reported[-1]}")
 
     def _attend(self, layer: int, count: int, units: Sequence[int]) -> Tensor:
         generator = torch.Generator().manual_seed(100 * len(self.reported) + layer)

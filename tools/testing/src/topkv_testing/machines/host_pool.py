@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -30,23 +31,13 @@ from topkv.errors import HostMemoryError, RequestError
 from topkv.kv.host_pool import HostKVPool, PageAllocator, entry_view
 from topkv.types import GroupShape
 from topkv_testing.integrity import check_pages
+from topkv_testing.transfer.bench import group_shape
 
 
 def _group(layers: tuple[int, ...], unit: int, lane_heads: int) -> GroupShape:
-    return GroupShape(
-        layers,
-        unit,
-        lane_heads,
-        heads_per_lane=2 // lane_heads,
-        head_dim=4,
-        dtype=torch.float32,
-        page_tokens=4,
-        max_requests=2,
-        max_units=8 // unit,
-        select=1,
-        buffer_slots=2,
-        ring_slots=2,
-    )
+    heads = {"lane_heads": lane_heads, "heads_per_lane": 2 // lane_heads}
+    units = {"unit": unit, "units": 8 // unit, "page_units": 4 // unit, "select": 1, "slots": 2}
+    return evolve(group_shape(requests=2, **heads, **units), layers=layers)
 
 
 class HostPoolMachine(RuleBasedStateMachine):
@@ -117,7 +108,7 @@ class HostPoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def find_corruption(self, data: st.DataObject) -> None:
-        """``check_pages`` finds every kind of corruption."""
+        """``check_integrity`` finds every kind of corruption."""
         references, free = self.pool.references, self.pool._free
         held = sorted(self.counts)
         kept = references.copy(), list(free)
@@ -135,12 +126,12 @@ class HostPoolMachine(RuleBasedStateMachine):
             free.append(free[0])
         else:
             free.append(held[0])
-        with pytest.raises(AssertionError, match="host pool integrity"):
+        with pytest.raises(RequestError, match="host pool integrity"):
             check_pages(self.pool, self.holders)
         references[:], free[:] = kept
         if held:
             holders[next(i for i, pages in enumerate(holders) if pages)].pop()
-            with pytest.raises(AssertionError, match="its holders are"):
+            with pytest.raises(RequestError, match="its holders are"):
                 check_pages(self.pool, holders)
 
     @invariant()
