@@ -5,10 +5,6 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from topkv_authoring.tested import never_tested
 
@@ -49,9 +45,10 @@ def test_versions_within_their_ranges_are_not_named(monkeypatch):
         ("transformers", "5.25.0", "<5.25,>=5.17"),
         ("transformers", "5.25.0.dev0", "<5.25,>=5.17"),
         ("transformers", "5.16.1", "<5.25,>=5.17"),
-        ("torch", "2.14.0a0+git1", ">=2.11,<2.14"),
-        ("torch", "10.1", ">=2.11,<2.14"),
-        ("pluggy", "2.0.0", ">=1.5,<2"),
+        ("torch", "2.14.0a0+git1", "<2.14,>=2.11"),
+        ("torch", "nightly of today", "<2.14,>=2.11"),
+        ("torch", "10.1", "<2.14,>=2.11"),
+        ("pluggy", "2.0.0", "<2,>=1.5"),
     ],
 )
 def test_others_are_named_with_what_tests_ran_with(monkeypatch, name, version, ran):
@@ -59,18 +56,3 @@ def test_others_are_named_with_what_tests_ran_with(monkeypatch, name, version, r
     assert said == (
         f"{name} {version} was never tested with engine 0.1, whose tests ran with {ran}"
     )
-
-
-@example([5], [5, 0], [6])
-@example([5], [4], [5, 0])
-@given(
-    st.lists(st.integers(0, 12), min_size=1, max_size=4),
-    st.lists(st.integers(0, 12), min_size=1, max_size=3),
-    st.lists(st.integers(0, 12), min_size=1, max_size=3),
-)
-def test_releases_compare_as_pip_compares_them(version, low, high):
-    version, low, high = (".".join(map(str, each)) for each in (version, low, high))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{__name__}.RANGES", [f"other>={low},<{high}"])
-        said = installed(patch, engine="0.1", other=version)
-    assert bool(said) != (Version(version) in SpecifierSet(f">={low},<{high}"))

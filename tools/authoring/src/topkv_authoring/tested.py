@@ -6,8 +6,11 @@ packages. A range that pip is not to enforce stands in the extra ``tested`` of a
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 
 def never_tested(package: str) -> list[str]:
@@ -23,31 +26,18 @@ def never_tested(package: str) -> list[str]:
         requires, own = metadata.requires(package) or [], metadata.version(package)
     except metadata.PackageNotFoundError:  # its sources are on the path, without metadata
         return []
+    ranges: dict[str, SpecifierSet] = {}
+    for line in map(Requirement, requires):  # several may name one package
+        ranges[line.name] = ranges.get(line.name, SpecifierSet()) & line.specifier
     found = []
-    for name, bounds in _ranges(requires).items():
-        version = _installed(name)
+    for name, bounds in ranges.items():
+        version = _installed(name) if any(each.operator == "<" for each in bounds) else None
         if version and not _within(version, bounds):
-            ran = ",".join(f"{sign}{bound}" for sign, bound in bounds)
             found.append(
                 f"{name} {version} was never tested with {package} {own}, whose tests ran with "
-                f"{ran}"
+                f"{bounds}"
             )
     return found
-
-
-def _ranges(requires: list[str]) -> dict[str, list[tuple[str, str]]]:
-    """Bounds by name, of all lines that name it; those without an upper bound are left out."""
-    ranges: dict[str, list[tuple[str, str]]] = {}
-    for line in requires:
-        found = re.match(r"[\w.-]+", line)
-        if found:
-            bounds = re.findall(r"(>=|<)\s*([\d.]+)", line.partition(";")[0])
-            ranges.setdefault(found.group(), []).extend(bounds)
-    return {
-        name: list(dict.fromkeys(bounds))
-        for name, bounds in ranges.items()
-        if any(sign == "<" for sign, _ in bounds)
-    }
 
 
 def _installed(name: str) -> str | None:
@@ -57,17 +47,10 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _within(version: str, bounds: list[tuple[str, str]]) -> bool:
-    at = _numbers(version)
-    return all(
-        at < _numbers(bound) if sign == "<" else at >= _numbers(bound) for sign, bound in bounds
-    )
-
-
-def _numbers(version: str) -> list[int]:
-    """Numbers of the release alone: 2.13.0+cpu and 2.13.0rc1 are 2.13, as is 2.13.0."""
-    release = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(each) for each in release.group().split(".")] if release else []
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return numbers
+def _within(version: str, bounds: SpecifierSet) -> bool:
+    """Compare the release alone: 2.13.0+cpu and 2.13.0rc1 are 2.13. What pip would not take for a
+    version is in no range."""
+    try:
+        return Version(version).base_version in bounds
+    except InvalidVersion:
+        return False
