@@ -7,21 +7,20 @@ with a kernel that it refuses fails. It stops at its first form of the kernel, T
 that the language forbids and takes a tenth of the time; what asks for too much shared memory, say,
 shows on a GPU. Nothing is loaded or run.
 
-Kernels are decorated for the interpreter in the process of the tests, so another one compiles:
-``python -m topkv_testing.compiling 90``, which reads launches from its input and answers.
+Kernels are decorated for the interpreter in the process of the tests, so another one compiles.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import pickle
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import wraps
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -109,7 +108,7 @@ class Compiler:
 
     def __init__(self, capability: int) -> None:
         self.capability, self.seen = capability, set[Launch]()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ProcessPoolExecutor | None = None
 
     def compile(self, launch: Launch) -> str | None:
         """Compile a launch that was not seen before; return the error, None without one.
@@ -123,26 +122,14 @@ class Compiler:
             return None
         self.seen.add(launch)
         if self._process is None:
-            command = [sys.executable, "-m", __spec__.name, str(self.capability)]
-            clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean
-            )
-        asked, reported = self._process.stdin, self._process.stdout
-        if asked is None or reported is None:
-            raise RuntimeError("a pipe to the compiler is missing")
-        try:
-            pickle.dump((launch, sys.path), asked)
-            asked.flush()
-            reason: str | None = pickle.load(reported)
-        except (BrokenPipeError, EOFError) as error:
-            raise RuntimeError(f"the compiler ended at {launch.kernel}") from error
-        return reason
+            anew = get_context("spawn")
+            self._process = ProcessPoolExecutor(1, anew, _begin, (self.capability,))
+        return self._process.submit(_answer, launch, sys.path).result()
 
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
-            self._process.communicate()
+            self._process.shutdown()
             self._process = None
 
 
@@ -232,8 +219,18 @@ def _stop_early() -> None:
     CUDABackend.add_stages = first
 
 
-def _answer(launch: Launch) -> str | None:
-    """Compile a launch; return why that fails, or None."""
+def _begin(capability: int) -> None:
+    """Make the process one whose compilers stop early, for a device that is not there."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    from triton.runtime.driver import driver
+
+    driver.set_active(_Absent(capability))
+    _stop_early()
+
+
+def _answer(launch: Launch, path: list[str]) -> str | None:
+    """Compile a launch, with this path of modules; return why that fails, or None."""
+    sys.path[:] = path
     import torch
     from triton.runtime.jit import JITFunction, MockTensor
 
@@ -255,27 +252,3 @@ def _answer(launch: Launch) -> str | None:
     except Exception:
         return traceback.format_exc()
     return None
-
-
-def main() -> None:
-    """Answer launches until the input ends."""
-    from triton.runtime.driver import driver
-
-    driver.set_active(_Absent(int(sys.argv[1])))
-    _stop_early()
-    asked, reported = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what modules print is no answer
-    while True:
-        try:
-            launch, sys.path[:] = pickle.load(asked)
-        except EOFError:
-            return
-        pickle.dump(_answer(launch), reported)
-        reported.flush()
-
-
-if __name__ == "__main__":
-    # Classes of __main__ are others than those that are pickled.
-    from topkv_testing import compiling
-
-    compiling.main()
