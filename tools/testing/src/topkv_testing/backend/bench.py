@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import astuple, frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from topkv.types import GroupShape, ModelShape
 from topkv_testing.kit import Subject
 from topkv_testing.models.oracle import attention
 from topkv_testing.strategies import Geometry, geometries
+from topkv_testing.strategies import stated as values_of
 from topkv_testing.tolerance import assert_as_good
 
 SENTINEL = -77
@@ -65,22 +66,15 @@ def _options(subject: Subject) -> BackendOptions:
 
 
 def backend_geometries(
-    subject: Subject,
-    scope: str | None = None,
-    kv_heads: Sequence[int] = (1, 2, 3),
+    subject: Subject, kv_heads: Sequence[int] = (1, 2, 3)
 ) -> st.SearchStrategy[Geometry]:
     """Geometries that the entry states.
 
     Args:
-        subject: the backend; skips if it states no grouped-query attention, or not ``scope``.
-        scope: only this one; any if None.
+        subject: the backend; skips if it states no grouped-query attention.
         kv_heads: to draw from.
     """
     options, capabilities = _options(subject), subject.entry.capabilities
-    if scope is not None:
-        if scope not in (capabilities.scopes or (scope,)):
-            pytest.skip(f"{subject.entry.name} does not state the scope {scope!r}")
-        capabilities = evolve(capabilities, scopes=(scope,))
     return geometries(
         capabilities,
         kv_heads=kv_heads,
@@ -95,10 +89,9 @@ def backend_geometries(
 def plain_geometries(subject: Subject) -> list[Geometry]:
     """A few fixed geometries: each scope, two kv-heads, small and larger units."""
     options, stated = _options(subject), subject.entry.capabilities
-    low, high = stated.units or (1, 2**30)
-    units = [unit for unit in options.units if low <= unit <= high]
-    groups = [g for g in options.groups if stated.max_group is None or g <= stated.max_group]
-    names = [name for name in options.dtypes if stated.dtypes is None or name in stated.dtypes]
+    units, groups, names = (
+        values_of(stated, name, getattr(options, name)) for name in ("units", "groups", "dtypes")
+    )
     dim = (stated.head_dims or options.dims)[0]
     group = min(groups, key=lambda each: abs(each - 3))
     return [
@@ -254,12 +247,5 @@ def expect(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
 
 def joined(parts: Sequence[Expected]) -> Expected:
     """Join the oracles of several lanes, ``[Q, H, D]`` each: ``[N * Q, H, D]``."""
-    return Expected(
-        torch.cat([part.out for part in parts]),
-        torch.cat([part.lse for part in parts]),
-        torch.cat([part.rough_out for part in parts]),
-        torch.cat([part.rough_lse for part in parts]),
-        drift=max(part.drift for part in parts),
-        size=max(part.size for part in parts),
-        rounding=max(part.rounding for part in parts),
-    )
+    columns = zip(*(astuple(part, recurse=False) for part in parts), strict=True)
+    return Expected(*(torch.cat(c) if isinstance(c[0], Tensor) else max(c) for c in columns))

@@ -228,14 +228,12 @@ def attend_cases(
     draw: st.DrawFn,
     subject: Subject,
     *,
-    geometry: Geometry | None = None,
     batch: int | None = None,
-    scope: str | None = None,
     kv_heads: Sequence[int] = (1, 2, 3),
     keys: float = 1.0,
 ) -> AttendCase:
     """Cases that the entry states; arguments fix what is else drawn."""
-    g = geometry or draw(backend_geometries(subject, scope, kv_heads))
+    g = draw(backend_geometries(subject, kv_heads))
     rows = batch or draw(st.integers(1, 3))
     most = max(2 * g.unit + 1, 150) if g.kv_heads == 1 else max(g.unit + 1, 70)
     lanes = rows * g.lane_heads
