@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from multiprocessing import get_context
 from threading import Thread
 from typing import Any
 
@@ -37,17 +34,12 @@ def in_time(do: Callable[[], object]) -> None:
 
 def in_a_child(life: Callable[[], object]) -> bool:
     """Return True if a child of a fork ends ``life`` in time."""
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            signal.alarm(LONGEST_S)
-            try:
-                life()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-        os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    child = get_context("fork").Process(target=life)
+    child.start()
+    child.join(LONGEST_S)
+    child.kill()
+    child.join()
+    return child.exitcode == 0
 
 
 def _true(*arguments: Any) -> Any:
