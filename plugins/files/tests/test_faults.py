@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
@@ -156,7 +157,16 @@ def test_a_writer_that_is_at_work_is_no_leftover(tmp_path, monkeypatch):
     assert folders.Folder(tmp_path).clean() == 1
 
 
-@pytest.mark.parametrize("call", ["writev", "fsync", "rename", "open"])
+def in_files_of(patch, **methods):
+    """Let the files that a folder opens write or read in another way."""
+    kind = type("Faulty", (io.FileIO,), methods)
+    buffer = {"rb": io.BufferedReader, "wb": io.BufferedWriter}
+    patch.setattr(
+        folders, "open", lambda file, mode: buffer[mode](kind(file, mode)), raising=False
+    )
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "rename", "open"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_is_full_refuses_and_another_fault_is_reported(
     tmp_path, monkeypatch, call, number
@@ -169,7 +179,10 @@ def test_a_disk_that_is_full_refuses_and_another_fault_is_reported(
 
     places = [page(n) for n in (0, 1, 2)]
     with monkeypatch.context() as patch:
-        patch.setattr(folders.os, call, fails)
+        if call == "write":
+            in_files_of(patch, write=fails)
+        else:
+            patch.setattr(folders.os, call, fails)
         keys = [key_of(n) for n in (0, 1, 2)]
         if number == errno.EIO:
             with pytest.raises(OSError, match="Input/output"):
@@ -183,14 +196,15 @@ def test_a_disk_that_is_full_refuses_and_another_fault_is_reported(
 
 @pytest.mark.parametrize("most", [1, 100, 4096, 5000])
 def test_calls_that_bring_less_than_they_should(tmp_path, monkeypatch, most):
-    storage, writev, readv = made(tmp_path), os.writev, os.readv
-    monkeypatch.setattr(folders.os, "writev", lambda f, parts: os.write(f, parts[0][:most]))
-    monkeypatch.setattr(folders.os, "readv", lambda f, parts: readv(f, [parts[0][:most]]))
-    assert storage.put([key_of(1)], [page(1)]) == [True]
-    assert read(storage, 1) is None
-    monkeypatch.setattr(folders, "MOST_PARTS", 1)
-    monkeypatch.setattr(folders.os, "writev", writev)
-    monkeypatch.setattr(folders.os, "readv", readv)
+    storage, write, readinto = made(tmp_path), io.FileIO.write, io.FileIO.readinto
+    with monkeypatch.context() as patch:
+        in_files_of(
+            patch,
+            write=lambda file, part: write(file, part[:most]),
+            readinto=lambda file, part: readinto(file, memoryview(part)[:most]),
+        )
+        assert storage.put([key_of(1)], [page(1)]) == [True]
+        assert read(storage, 1) is None
     assert storage.put([key_of(2)], [page(2)]) == [True]
     assert [read(storage, 1), read(storage, 2)] == [None, None]
 

@@ -25,9 +25,6 @@ from topkv_files import owned
 from topkv_files.bounds import Bound
 from topkv_files.owned import LOCK, NEW, PRIVATE_FILE
 
-MOST_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024)
-"""Most parts of a place that one call to the system takes."""
-
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
 """The disk is full, or somebody has removed the new file."""
 
@@ -79,31 +76,14 @@ class Folder:
         """Fill a place with an object of exactly its bytes; False if there is none."""
         size = sum(len(part) for part in place)
         try:
-            file = owned.open_file(self.path_of(key))
+            found = owned.open_file(self.path_of(key))
         except FileNotFoundError:
             return False
-        try:
-            if os.fstat(file).st_size != size:
-                return False
-            for parts, count in _calls(place):
-                if os.readv(file, parts) != count:
-                    return self._read_slowly(file, place)
-            return True
-        finally:
-            os.close(file)
-
-    @staticmethod
-    def _read_slowly(file: int, place: Sequence[np.ndarray]) -> bool:
-        """Read the rest after a call that brought less than it was asked for."""
-        at = 0
-        for part in place:
-            left = memoryview(part)
-            while left:
-                count = os.preadv(file, [left], at)
-                if count == 0:
-                    return False  # somebody has cut it
-                at, left = at + count, left[count:]
-        return True
+        with open(found, "rb") as file:
+            # Of a file that somebody cuts meanwhile, a part comes short.
+            return os.fstat(file.fileno()).st_size == size and all(
+                file.readinto(part) == len(part) for part in place
+            )
 
     def write(self, key: bytes, place: Sequence[np.ndarray]) -> bool:
         """Store an object, unless its key is taken. False if there is no room."""
@@ -122,16 +102,14 @@ class Folder:
         return True
 
     def _write_new(self, new: str, path: str, place: Sequence[np.ndarray]) -> None:
-        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
-        try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(new, flags, PRIVATE_FILE), "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            for parts, count in _calls(place):
-                _write_all(file, parts, count)
+            file.writelines(part.data for part in place)
+            file.flush()
             if self.sync:
                 os.fsync(file)
             self._name(new, path)
-        finally:
-            os.close(file)
 
     @staticmethod
     def _name(new: str, path: str) -> None:
@@ -240,17 +218,3 @@ class Folder:
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # a child of a fork may have the file open, too
             os.close(file)
-
-
-def _calls(place: Sequence[np.ndarray]) -> Iterator[tuple[list[memoryview], int]]:
-    """Parts of a place for one call to the system each, and their bytes."""
-    for at in range(0, len(place), MOST_PARTS):
-        parts = [memoryview(part) for part in place[at : at + MOST_PARTS]]
-        yield parts, sum(part.nbytes for part in parts)
-
-
-def _write_all(file: int, parts: list[memoryview], count: int) -> None:
-    done = os.writev(file, parts)
-    while done < count:  # a signal or a nearly full disk cut it short
-        whole = memoryview(b"".join(parts))[done:]
-        done += os.write(file, whole)
