@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import socket
@@ -16,7 +17,7 @@ import pytest
 from redis_pages import PROGRAM, SIZE, key_of, made, page, put, read
 
 from topkv.errors import ConfigError
-from topkv_redis.connection import Connection, RedisError
+from topkv_redis.connection import RedisError
 from topkv_redis.entry import PASSWORD
 
 
@@ -153,25 +154,22 @@ def test_a_value_of_another_kind_is_an_error_and_the_next_call_works(shared):
 
 
 @pytest.mark.parametrize("most", [1, 4096, 70_001])
-def test_calls_that_bring_less_than_they_should(shared, monkeypatch, most):
+def test_calls_that_bring_less_than_they_should(shared, most):
     """Sockets take and give as much as they like."""
     size = 300 if most == 1 else SIZE
     storage = made(shared.params, namespace=f"less-{most}")
-    fill = Connection._fill
-
-    class Slow:
-        def __init__(self, real):
-            self.real = real
-
-        def sendmsg(self, parts):
-            return self.real.send(parts[0][:most])
-
-        def __getattr__(self, name):
-            return getattr(self.real, name)
-
-    monkeypatch.setattr(Connection, "_fill", lambda self, room: fill(self, room[:most]))
     (connection,) = storage._free
-    connection._socket = Slow(connection._socket)
+
+    class Slow(socket.SocketIO):
+        def write(self, part):
+            return super().write(part[:most])
+
+        def readinto(self, room):
+            return super().readinto(memoryview(room)[:most])
+
+    raw = Slow(connection._socket, "rw")
+    connection._in = io.BufferedReader(raw)
+    connection._out = io.BufferedWriter(raw)
     place = page(1, size)
     assert list(storage.put([key_of(1)], [place])) == [True]
     assert read(storage, 1, size) is None

@@ -6,9 +6,10 @@ wanted: no library of Redis does that, and the protocol (RESP 2) is small.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,8 @@ import numpy as np
 from topkv_redis.entry import RedisParams
 
 END = b"\r\n"
-LINE = 1 << 16
-"""Bytes of what is received at a time when a line is wanted."""
-
-MOST_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024)
-"""Most parts of memory that one call to the system takes."""
+BUFFER = 1 << 16
+"""Bytes of what is received at a time when a line is wanted, and of short parts sent together."""
 
 
 class RedisError(RuntimeError):
@@ -51,13 +49,14 @@ class Connection:
     """
 
     def __init__(self, settings: RedisParams) -> None:
-        self._room = bytearray(LINE)
-        self._start = self._end = 0
         if isinstance(settings.place, str):
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.settimeout(settings.timeout_s)
         else:
             self._socket = socket.create_connection(settings.place, settings.timeout_s)
+        # Longer parts of memory go past the buffers, both ways.
+        self._in = self._socket.makefile("rb", BUFFER)
+        self._out = self._socket.makefile("wb", BUFFER)
         try:
             if isinstance(settings.place, str):
                 self._socket.connect(settings.place)
@@ -77,7 +76,11 @@ class Connection:
         self.ask([["PING"]])
 
     def close(self) -> None:
-        self._socket.close()
+        # What was not sent goes with the connection, and nobody waits for it.
+        shut_down = partial(self._socket.shutdown, socket.SHUT_RDWR)
+        for end in (shut_down, self._out.close, self._in.close, self._socket.close):
+            with suppress(OSError):
+                end()
 
     def ask(self, commands: Sequence[Sequence[bytes | str]]) -> list[Any]:
         """Return the answers to short commands.
@@ -94,15 +97,8 @@ class Connection:
 
     def send(self, parts: Sequence[Any]) -> None:
         """Send memory, one part behind the other."""
-        left = [memoryview(part) for part in parts if len(part)]
-        at = 0
-        while at < len(left):
-            count = self._socket.sendmsg(left[at : at + MOST_PARTS])
-            while at < len(left) and count >= left[at].nbytes:
-                count -= left[at].nbytes
-                at += 1
-            if count:
-                left[at] = left[at][count:]
+        self._out.writelines(parts)
+        self._out.flush()
 
     def answer(self) -> Any:
         """Return the next answer: a text, an int, bytes, a list, None, or a ``Refusal``."""
@@ -115,7 +111,7 @@ class Connection:
         if kind == b":":
             return int(rest)
         if kind == b"$":
-            return self._value(int(rest))
+            return None if int(rest) < 0 else self._take(int(rest) + len(END))[: -len(END)]
         if kind == b"*":
             return [self.answer() for _ in range(int(rest))]
         raise RedisError(f"this is no answer of a Redis server: {line[:40]!r}")
@@ -137,53 +133,29 @@ class Connection:
         if size < 0:
             return False
         if size != sum(len(part) for part in place):
-            self._pass_over(size + len(END))
+            self._take(size + len(END))
             return False
         for part in place:
-            self._into(part.data)
-        self._pass_over(len(END))
+            _whole(self._in.readinto(part), len(part))
+        self._take(len(END))
         return True
-
-    def _value(self, size: int) -> bytes | None:
-        if size < 0:
-            return None
-        value = bytearray(size)
-        self._into(memoryview(value))
-        self._pass_over(len(END))
-        return bytes(value)
-
-    def _fill(self, room: memoryview) -> int:
-        count = self._socket.recv_into(room)
-        if not count:
-            raise ConnectionError("the server has closed the connection")
-        return count
 
     def _line(self) -> bytes:
         """The next line, without its end."""
-        line = b""
-        while not line.endswith(END):
-            if self._start == self._end:
-                self._start, self._end = 0, self._fill(memoryview(self._room))
-            found = self._room.find(b"\n", self._start, self._end) + 1
-            stop = found or self._end
-            line += self._room[self._start : stop]
-            self._start = stop
+        line = self._in.readline()
+        _whole(line.endswith(END), True)
         return line[: -len(END)]
 
-    def _into(self, room: memoryview) -> None:
-        """Fill memory: first with what came behind the last line."""
-        count = min(len(room), self._end - self._start)
-        room[:count] = memoryview(self._room)[self._start : self._start + count]
-        self._start += count
-        while count < len(room):
-            count += self._fill(room[count:])
+    def _take(self, count: int) -> bytes:
+        found = self._in.read(count)
+        _whole(len(found), count)
+        return found
 
-    def _pass_over(self, count: int) -> None:
-        while count:
-            if self._start == self._end:
-                self._start, self._end = 0, self._fill(memoryview(self._room))
-            some = min(count, self._end - self._start)
-            self._start, count = self._start + some, count - some
+
+def _whole(got: int, expected: int) -> None:
+    """Raise ConnectionError where less came than was to come: files give less at their end."""
+    if got != expected:
+        raise ConnectionError("the server has closed the connection")
 
 
 def written(arguments: Sequence[bytes | str], further: int = 0) -> bytes:
