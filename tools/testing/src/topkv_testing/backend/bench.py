@@ -248,4 +248,5 @@ def expect(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
 def joined(parts: Sequence[Expected]) -> Expected:
     """Join the oracles of several lanes, ``[Q, H, D]`` each: ``[N * Q, H, D]``."""
     columns = zip(*(astuple(part, recurse=False) for part in parts), strict=True)
-    return Expected(*(torch.cat(c) if isinstance(c[0], Tensor) else max(c) for c in columns))
+    whole: Any = (torch.cat(c) if isinstance(c[0], Tensor) else max(c) for c in columns)
+    return Expected(*whole)

@@ -35,9 +35,9 @@ from topkv_testing.transfer.bench import group_shape
 
 
 def _group(layers: tuple[int, ...], unit: int, lane_heads: int) -> GroupShape:
-    heads = {"lane_heads": lane_heads, "heads_per_lane": 2 // lane_heads}
-    units = {"unit": unit, "units": 8 // unit, "page_units": 4 // unit, "select": 1, "slots": 2}
-    return evolve(group_shape(requests=2, **heads, **units), layers=layers)
+    heads: dict[str, Any] = {"lane_heads": lane_heads, "heads_per_lane": 2 // lane_heads}
+    sizes = {"unit": unit, "units": 8 // unit, "page_units": 4 // unit, "select": 1, "slots": 2}
+    return evolve(group_shape(requests=2, **heads | sizes), layers=layers)
 
 
 class HostPoolMachine(RuleBasedStateMachine):
