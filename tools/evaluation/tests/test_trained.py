@@ -52,7 +52,7 @@ def through_topkv(model, document, **params):
     with attach(model, {**settings, **sizes}, engine="transformers") as handle:
         (group,) = handle.config.groups
         assert (group.budget, group.shape.select) == (TOPK, TOPK)
-        assert {name: group.params[name] for name in params} == params
+        assert {name: getattr(group.params, name) for name in params} == params
         cache = handle.new_cache()
         answer = answer_question(model, cache, document, lambda tokens: None).answer
         moved = handle.coordinator.transfers_of(cache.slots)
