@@ -6,25 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from topkv_bench.phases import MODEL, PHASES
 from topkv_bench.runs import OK, Row
+from topkv_cli.tables import show_table
 
 HEAD = ("contestant", "context", "requests")
 TIMES = ("tokens/s", "step ms", "p10 - p90", "first s")
 COLUMNS = (*HEAD, *TIMES, "device GiB", "host GiB", "hits", "link MB/step")
-WIDTH = 132
 _GIB = 2**30
 
 
 def show(document: dict[str, Any], console: Console) -> None:
     """Print tables of a document, and the reason of each row without figures."""
-    # A narrow terminal, a file or a pipe must not cut figures off.
-    console.width = max(console.width, WIDTH)
     rows: list[Row] = document["rows"]
-    _table(console, COLUMNS, [_cells(row) for row in rows])
+    show_table(console, COLUMNS, map(_cells, rows))
     limit = document["kv_limit"]
     if limit:
         console.print(Text(f"\nwithin {limit['bytes'] / _GIB:g} GiB on the device"))
@@ -32,20 +29,9 @@ def show(document: dict[str, Any], console: Console) -> None:
             [*_head(row), _gib(row["device_bytes"]), f"{row['tokens_per_second']:.1f}"]
             for row in limit["rows"]
         ]
-        _table(console, (*HEAD, "device GiB", "tokens/s"), cells)
+        show_table(console, (*HEAD, "device GiB", "tokens/s"), cells)
     _profiles(rows, console)
     _notes(rows, console)
-
-
-def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(*columns, box=None, pad_edge=False)
-    for column in table.columns:
-        column.no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
 
 
 def _head(row: Row) -> list[str]:
@@ -93,7 +79,7 @@ def _profiles(rows: Sequence[Row], console: Console) -> None:
                 ]
                 for row in found
             ]
-            _table(console, columns, cells)
+            show_table(console, columns, cells)
 
 
 def _notes(rows: Sequence[Row], console: Console) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from topkv_cli.tables import show_table
 from topkv_evaluation.stats_view import show_stats
 
 
@@ -19,8 +20,7 @@ def _share(result: dict[str, Any], *names: str) -> float:
     return sum(result[name] for name in names) / result["full_kv_bytes"]
 
 
-def _answers(result: dict[str, Any]) -> Table:
-    table = Table("run", "attends to", "answer", "steps/s", box=None, pad_edge=False)
+def _answers(result: dict[str, Any]) -> Iterator[tuple[str | Text, ...]]:
     context, budget = f"{result['context_tokens']} tokens", f"{result['budget_tokens']} tokens"
     rows = (
         ("dense", context, "dense_answer", f"{result['dense_steps_per_second']:.1f}"),
@@ -29,17 +29,11 @@ def _answers(result: dict[str, Any]) -> Table:
     )
     for run, attended, name, rate in rows:
         right = result[name] == result["expected"]
-        mark = Text(
-            f"{result[name]!r} {'right' if right else 'wrong'}", "green" if right else "red"
-        )
-        table.add_row(run, attended, mark, rate)
-    return table
+        verdict, color = ("right", "green") if right else ("wrong", "red")
+        yield run, attended, Text(f"{result[name]!r} {verdict}", color), rate
 
 
-def _memory(result: dict[str, Any]) -> Table:
-    table = Table("memory", "bytes", "", "of the full cache", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+def _memory(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     rows = (
         ("full cache", "full_kv_bytes"),
         ("on the device: keys and values", "device_kv_bytes"),
@@ -49,8 +43,7 @@ def _memory(result: dict[str, Any]) -> Table:
         ("loaded while decoding", "loaded_bytes"),
     )
     for label, name in rows:
-        table.add_row(label, str(result[name]), _size(result[name]), f"{_share(result, name):.1%}")
-    return table
+        yield label, str(result[name]), _size(result[name]), f"{_share(result, name):.1%}"
 
 
 def _settings(result: dict[str, Any]) -> str:
@@ -81,9 +74,10 @@ def show(result: dict[str, Any], console: Console) -> None:
     for line in lines:
         console.print(Text(line))
     console.print()
-    console.print(_answers(result))
+    runs = ("run", "attends to", "answer", "steps/s")
+    show_table(console, runs, _answers(result), left=runs)
     console.print()
-    console.print(_memory(result))
+    show_table(console, ("memory", "bytes", "", "of the full cache"), _memory(result))
     console.print()
     if "stats" in result:
         show_stats(result["stats"], console)

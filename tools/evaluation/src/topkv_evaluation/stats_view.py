@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
+
+from topkv_cli.tables import show_table
 
 
 def _cells(
@@ -29,13 +30,11 @@ def show_stats(stats: dict[str, Any], console: Console) -> None:
     names = ["hits", "misses", "loaded_bytes"]
     if any(layer["stall_ms"] is not None for layer in stats["layers"]):
         columns, names = [*columns, "stall ms"], [*names, "stall_ms"]
-    table = Table(*columns, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for layer in stats["layers"]:
-        table.add_row(*_cells(str(layer["layer"]), *(layer[name] for name in names)))
-    table.add_row(*_cells("all", *(sum(x[name] for x in stats["layers"]) for name in names)))
-    console.print(table)
+    rows = [
+        _cells(str(each["layer"]), *(each[name] for name in names)) for each in stats["layers"]
+    ]
+    sums = (sum(each[name] for each in stats["layers"]) for name in names)
+    show_table(console, columns, [*rows, _cells("all", *sums)])
     console.print(
         Text(
             f"host pages {stats['used_pages']} of {stats['pages']} held, "

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from topkv_cli.tables import show_table
 from topkv_simulate.plot import saved
 from topkv_simulate.tier_points import Speeds, TierPoint, max_tokens
 
@@ -39,15 +39,7 @@ def show(
         speeds: the given speeds.
         within: see ``recommend``, in %.
     """
-    console.width = max(console.width, 128)  # a pipe must not cut figures off
-    table = Table(*COLUMNS, box=None, pad_edge=False)
-    for column in table.columns:
-        column.no_wrap = True
-        if column.header != "write":
-            column.justify = "right"
-    for point in points:
-        table.add_row(*map(Text, _cells(point)))
-    console.print(table)
+    show_table(console, COLUMNS, map(_cells, points), left=("write",))
     console.print()
     for line in _lines(points[0], best, speeds, within):
         console.print(Text(line), soft_wrap=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from topkv_cli.tables import show_table
 from topkv_simulate.curve import Curve, Point
 
 COLUMNS = (
@@ -39,14 +39,9 @@ def show(
         link: GB/s or None, and how many requests share it.
         gain: see ``Curve.recommend``, in %.
     """
-    console.width = max(console.width, 96)  # a pipe must not cut figures off
     rate, requests = link
     last = () if rate is None else ("ms of link",)
-    table = Table(*COLUMNS, *last, box=None, pad_edge=False)
-    for column in table.columns:
-        column.no_wrap = True
-        if column.header != "policy":
-            column.justify = "right"
+    rows = []
     for point in points:
         mean, steps = point.bytes.mean() / 1e6, len(point.bytes)
         cells = [
@@ -60,8 +55,8 @@ def show(
             f"{point.device / 1e6:.3f}",
         ]
         cells += [] if rate is None else [f"{point.load_ms(rate, requests):.4g}"]
-        table.add_row(*map(Text, cells))
-    console.print(table)
+        rows.append(cells)
+    show_table(console, (*COLUMNS, *last), rows, left=("policy",))
     console.print()
     counts, own = curve.totals(), curve.trace.settings["eviction"]
     was = "/".join(map(str, sorted(set(curve.recorded))))

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from topkv.config.layers import show_ranges
+from topkv_cli.tables import show_table
 from topkv_evaluation.eval.choices import EXACT
 from topkv_evaluation.stats_view import show_stats
 
 COLUMNS = ("algorithm", "dense layers", "budget", "nominal", "with index", "right", "95 %")
 COLUMNS += ("recall", "best", "KL", "NLL +", "same", "hits", "KiB", "link KiB", "s")
-LEFT, WIDTH = 2, 160
 
 NOTES = (
     "with index: budget and what a step reads of representations, in tokens of keys and values",
@@ -63,18 +62,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     """Print tables by task, then the reasons of refused cells, each once."""
-    # A narrow terminal, a file or a pipe must not cut figures off.
-    console.width = max(console.width, WIDTH)
     for task in dict.fromkeys(row["task"] for row in rows):
-        table = Table(*COLUMNS, title=Text(task), box=None, pad_edge=False, title_justify="left")
-        for column in table.columns[LEFT:]:
-            column.justify = "right"
-        for column in table.columns:
-            column.no_wrap = True
-        for row in rows:
-            if row["task"] == task:
-                table.add_row(*map(Text, _cells(row)))
-        console.print(table)
+        cells = (_cells(row) for row in rows if row["task"] == task)
+        show_table(console, COLUMNS, cells, left=COLUMNS[:2], title=task)
         console.print()
     for row in rows:
         if "stats" in row:

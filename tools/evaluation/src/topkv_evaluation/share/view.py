@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
+
+from topkv_cli.tables import show_table
 
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Print the mass that each pair of layers would share, the best patterns, and the setting."""
     layers = [str(layer) for layer in result["layers"]]
-    console.width = max(console.width, 8 * len(layers) + 8)  # a pipe must not cut figures off
     console.print(Text("of its own mass, what a layer (column) finds in the selection of another"))
-    console.print(_table(("selects", *layers), _similarities(layers, result)))
+    show_table(console, ("selects", *layers), _similarities(layers, result))
     console.print()
     rows = [
         (
@@ -28,7 +28,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         )
         for each in result["patterns"]
     ]
-    console.print(_table(("", "share", "selecting", "loss", "mass"), rows, left=2))
+    show_table(console, ("", "share", "selecting", "loss", "mass"), rows, left=("", "share"))
     console.print()
     for line in (
         f"{result['algorithm']}, budget {result['budget_tokens']}, {result['prompts']} prompts",
@@ -45,13 +45,3 @@ def _similarities(layers: Sequence[str], result: dict[str, Any]) -> Iterator[tup
     for layer, row in zip(layers, result["similarity"], strict=True):
         yield layer, *("" if value is None else f"{value:.3f}" for value in row)
     yield "effect", *(f"{value:.3f}" for value in result["effect"])
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
-    """Make a table: figures to the right, the first ``left`` columns to the left."""
-    table = Table(*head, box=None, pad_edge=False)
-    for column in table.columns[left:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    return table
