@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topkv.config import SparseConfig
 from topkv.errors import ConfigError
 from topkv_bench import recorded, recorded_kernels
 from topkv_bench.command import bench
@@ -117,8 +118,9 @@ def test_a_trace_that_selects_more_is_refused():
 def test_a_trace_stands_for_a_drift(tmp_path):
     record = pytest.importorskip("topkv_simulate.record", reason="needs topkv-simulate")
     pytest.importorskip("topkv_evaluation", reason="needs topkv-evaluation")
-    given = {"budget": 96, "buffer": 192, "dense_layers": []}
-    trace = record.run(record.Job(tokens=1280, steps=6, given=given))
+    sizes = {"budget": 96, "buffer": 192, "dense_layers": [], "capture": "off"}
+    config = SparseConfig(**record.DEFAULTS, **sizes)
+    trace = record.run(record.Job(config, tokens=1280, steps=6))
     path = tmp_path / "trace.npz"
     trace.save(path)
     found = recorded.load(str(path))

@@ -101,7 +101,7 @@ def jobs_of(args: argparse.Namespace, parts: Path) -> list[Job]:
                 algorithms=(share,),
                 model=args.model,
                 tasks=(word,),
-                contexts=str(args.length),
+                contexts=(args.length,),
                 budgets=args.budgets,
                 questions=args.questions,
                 per_context=PER_CONTEXT,

@@ -194,14 +194,18 @@ def cells_of(
                 yield Cell(task, Choice(f"kvpress {name}", name, 1), share, skipped)
 
 
+def numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     usual = Options()
     parser.add_argument("--out", type=Path, required=True, help="folder of results.jsonl")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--tasks", action="append", default=[])
-    parser.add_argument("--contexts")
-    parser.add_argument("--depths")
+    parser.add_argument("--contexts", type=numbers, default=())
+    parser.add_argument("--depths", type=numbers)
     parser.add_argument("--split", default=usual.split)
     parser.add_argument("--budgets", default=usual.budgets)
     parser.add_argument("--questions", type=int, default=usual.questions)

@@ -159,14 +159,12 @@ def test_contexts_that_nobody_names_are_those_of_the_model(positions, lengths):
     assert plan.usual_contexts(SimpleNamespace(config=config)) == lengths
 
 
-def test_budgets_contexts_and_layers():
+def test_budgets_and_layers():
     assert choices.read_budgets("1%, 2.5%,100%") == [0.01, 0.025, 1.0]
-    assert choices.read_contexts("8192,16384") == [8192, 16384]
     for text, layers in (("none", ()), ("0-1", (0, 1)), ("0,4-", (0, 4, 5))):
         assert choices.read_dense_layers(text, LAYERS) == layers
     for read, texts in (
         (choices.read_budgets, ("5", "0%", "101%", "", "x%")),
-        (choices.read_contexts, ("", "8k", "0", "-1", "1,,x")),
         (lambda text: choices.read_dense_layers(text, LAYERS), ("6", "0-6", "all")),
     ):
         for text in texts:

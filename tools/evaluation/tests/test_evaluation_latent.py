@@ -236,10 +236,10 @@ def call(*args):
 
 
 def test_the_indexer_is_compared_by_default(folder):
-    plan = Plan.of(Options(model=folder, contexts="768", questions=2))
+    plan = Plan.of(Options(model=folder, contexts=(768,), questions=2))
     assert {cell.label for cell in plan.cells} == {"dense", "deepseek_dsa"}
     assert [*plan.settings()["algorithms"]] == ["deepseek_dsa"]
-    usual = Plan.of(Options(contexts="768", questions=2))
+    usual = Plan.of(Options(contexts=(768,), questions=2))
     assert "quest" in {cell.label for cell in usual.cells}
     assert "deepseek_dsa" not in {cell.label for cell in usual.cells}
 

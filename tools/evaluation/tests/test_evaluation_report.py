@@ -232,7 +232,7 @@ def test_a_wrong_file_is_one_error(folder, tmp_path):
 def test_snapkv_has_room_for_the_longest_answer_by_default(folder):
     found = {}
     for words, least in (("text", 64), ("ruler:niah_single_1", 128)):
-        options = Options(model=folder, tasks=(words,), contexts="1024", questions=1)
+        options = Options(model=folder, tasks=(words,), contexts=(1024,), questions=1)
         plan = Plan.of(options)
         snap = next(cell.choice for cell in plan.cells if "snapkv" in cell.label)
         found[words] = snap.params["generated"]

@@ -42,8 +42,8 @@ def test_the_package_of_a_plugin_is_named_before_a_model_is_loaded(monkeypatch, 
     ("words", "reported"),
     [
         (("--tasks", "nonsense"), "--tasks is refused"),
-        (("--contexts", "many"), "--contexts is refused"),
-        (("--depths", "101"), "--depths is refused"),
+        (("--contexts", "many"), "expected numbers of 1 and more like 1,4,16"),
+        (("--depths", "101"), "expected numbers of 0 and more and at most 100"),
         (("--budgets", "5"), "--budgets is refused"),
     ],
 )

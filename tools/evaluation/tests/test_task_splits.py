@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from topkv.errors import ConfigError
 from topkv_evaluation import CHECKPOINT
-from topkv_evaluation.eval import choices, plot, tasks
+from topkv_evaluation.eval import plot, tasks
 from topkv_evaluation.eval.catalogue import Catalogue
 from topkv_evaluation.eval.command import evaluate
 from topkv_evaluation.eval.plan import Options, Plan
@@ -212,16 +212,10 @@ def test_a_sweep_is_a_task_for_each_depth_and_length(catalogue):
     assert made[0].name == "near_keys, 1024 tokens, depth 0%"
 
 
-@pytest.mark.parametrize("text", ["", "a", "101", "-1", "5.5"])
-def test_wrong_depths_are_reported(text):
-    with pytest.raises(ConfigError, match="expected percentages such as"):
-        choices.read_depths(text)
-
-
 def test_depths_of_a_task_without_one_needle_are_refused():
     words = ("ruler:niah_single_1", "facts", "ruler:vt")
     with pytest.raises(ConfigError) as error:
-        Plan.of(Options(tasks=words, depths="0,50", contexts="2048"))
+        Plan.of(Options(tasks=words, depths=(0, 50), contexts=(2048,)))
     assert [reason.split()[0] for reason in error.value.reasons] == ["'facts'", "'ruler:vt'"]
 
 

@@ -214,7 +214,7 @@ def test_a_run_leaves_a_model_that_selects_for_itself(recipe, tmp_path) -> None:
     )
     assert model.config.layer_types == ["full_attention", "minimax_m3_sparse"]
     loud(model)
-    plan = Plan.of(Options(model=tmp_path / "gate", contexts="768", questions=2))
+    plan = Plan.of(Options(model=tmp_path / "gate", contexts=(768,), questions=2))
     assert {"dense", "trained_gate", "quest", "exact"} <= {cell.label for cell in plan.cells}
     ids = torch.randint(1, 256, (1, 200), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)

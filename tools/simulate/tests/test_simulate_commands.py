@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from topkv import attach
 from topkv_cli.group import topkv
 from topkv_simulate.curve import Curve
-from topkv_simulate.record import Job, record_text, run
+from topkv_simulate.record import record_text
 from topkv_simulate.recorder import recording
 from topkv_simulate.replay import Replayer
 from topkv_simulate.trace import KIND, ROW, Trace
@@ -211,7 +211,7 @@ def test_what_cannot_be_done_is_refused(recorded, tmp_path):
     damaged.write_bytes(recorded.read_bytes()[:-5])
     refused(call("simulate", damaged), "cannot be replayed", "zip archive")
     refused(call("simulate", recorded, "--buffers", 64), "does not hold a selection of 7")
-    refused(call("simulate", recorded, "--buffers", "64,big"), "expected tokens such as")
+    refused(call("simulate", recorded, "--buffers", "64,big"), "expected numbers of 1 and more")
     refused(call("simulate", recorded, "--policies", "clock"), "unknown eviction 'clock'")
     refused(call("simulate", recorded, "--plot", tmp_path / "a.doc"), "ends in one of")
     refused(call("simulate", recorded, "--link", "nan"), "'nan' is not finite")
@@ -240,17 +240,13 @@ def test_a_model_and_a_text_of_ones_own(tmp_path):
     text, config = tmp_path / "text", tmp_path / "config.json"
     text.write_text("def f(x):\n    return x\n" * 30)
     config.write_text(json.dumps({"algorithm": "quest", "unit": 8, "budget": 64}))
-    trace = run(
-        Job(
-            model=CHECKPOINT,
-            text=text,
-            tokens=500,
-            steps=5,
-            config_file=config,
-            given={"backend": "triton_attention", "buffer": 96},
-            device="cpu",
-        )
+    path = tmp_path / "trace"
+    done = call(
+        *("record", path, "--model", CHECKPOINT, "--text", text, "--tokens", 500, "--steps", 5),
+        *("--config", config, "--buffer", 96, "--device", "cpu"),
     )
+    assert done.exit_code == 0, done.output
+    trace = Trace.load(path)
     geometry = trace.groups[0].geometry
     assert (geometry.unit, geometry.select, geometry.buffer_slots) == (8, 7, 12)
     steps = trace.rows[trace.rows[:, ROW.warm] == 0]

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 from rich.console import Console
 
 from topkv.errors import ConfigError
+from topkv_cli.options import DEVICE, Numbers, answering, device_or_default, quiet_transformers
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "tiny")
 CONTESTANTS = ("dense", "offloaded", "topkv-resident", "topkv")
 COMPILED = "topkv-compiled"
 """A further contestant, on a GPU alone."""
 DTYPES = ("float16", "bfloat16", "float32")
-
-
-class Numbers(click.ParamType):
-    """Parameter type: whole numbers of 1 and more, with commas between them, each once."""
-
-    name = "n,n"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(map(int, value.split(",")))
-        except ValueError:
-            numbers = ()
-        if not numbers or min(numbers) < 1 or len({*numbers}) < len(numbers):
-            self.fail(f"expected numbers of 1 and more like 1,4,16, each once, got {value!r}")
-        return numbers
 
 
 class Names(click.ParamType):
@@ -140,7 +121,7 @@ class Pair(click.ParamType):
 )
 @click.option("--settings", "settings_file", type=Path, help="topkv's, as YAML or JSON.")
 @click.option("--set", "pairs", type=Pair(), multiple=True, help="A setting; beats the file.")
-@click.option("--device", help="A torch device; by default the GPU if there is one.")
+@DEVICE
 @click.option(
     "--dtype", type=click.Choice(DTYPES), help="bfloat16 on a GPU and float32 on a CPU by default."
 )
@@ -156,12 +137,12 @@ def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given
     _check(given["model"], given["config_path"], json_file, plot_file)
     if given["engine_args"] and given["engine"] != "vllm":
         raise click.UsageError("--engine-arg is of --engine vllm")
-    with _answering() as stdout:
+    with answering() as stdout:
         click.echo("loading torch and making the model ...", err=True)
         from topkv_bench import document, report
         from topkv_bench.runs import OK
 
-        with _quiet_transformers():
+        with quiet_transformers():
             bench = _bench(_options(profiled=4 if profile else 0, **given))
             rows: list[dict[str, Any]] = []
             result = document.document(bench, rows, sys.argv)
@@ -226,7 +207,7 @@ def _options(
     from topkv_bench.runs import Options, limit_of, settings_of
 
     written = SparseConfig.load(settings_file) if settings_file else SparseConfig()
-    place = _device(device)
+    place = torch.empty(0, device=device_or_default(device)).device  # with its number
     name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
     return Options(
         settings=settings_of(written, dict(pairs)),
@@ -237,19 +218,6 @@ def _options(
         engine_args=dict(engine_args),
         **given,
     )
-
-
-def _device(name: str | None) -> Any:
-    """Return the device that was named, checked; else the GPU if there is one."""
-    import torch
-
-    if name is None:
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        return torch.empty(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {name!r} cannot be used", [reason]) from error
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -265,27 +233,3 @@ def _write(document: dict[str, Any], path: Path | None) -> None:
 
         text = json.dumps(document, indent=2, default=jsonable)
         path.write_text(text + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _answering() -> Iterator[TextIO]:
-    """Yield stdout for the tables alone; what anybody else prints meanwhile goes to stderr."""
-    # Read when torch is imported. Threads that spin at every small operation of a step make it
-    # many times slower as soon as another program wants the same cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    answer = sys.stdout
-    with redirect_stdout(sys.stderr):
-        yield answer
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep advice of Transformers out of what the command prints."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)

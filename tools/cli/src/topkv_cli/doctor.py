@@ -20,6 +20,7 @@ from topkv.plugins.kinds import kinds
 from topkv_authoring.tested import never_tested
 from topkv_cli import probes
 from topkv_cli.attaching import attaching
+from topkv_cli.options import JSON
 from topkv_cli.plugins import as_dict, failing
 
 
@@ -107,7 +108,7 @@ def _size(context: click.Context, option: click.Parameter, value: str | None) ->
 )
 @click.option("--algorithm", metavar="NAME", help="With --model: above that of --settings.")
 @click.option("--backend", metavar="NAME", help="With --model: above that of --settings.")
-@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+@JSON
 def command(
     pool: int | None,
     model: Path | None,

@@ -21,6 +21,7 @@ from topkv.messages import raised
 from topkv.parameters import values
 from topkv.plugins import PluginRecord, registry
 from topkv_cli.matrix import Cell, matrix, rows_of
+from topkv_cli.options import JSON
 
 _MEANING = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
@@ -166,7 +167,7 @@ def _show_matrix(cells: list[Cell], as_json: bool, markdown: bool) -> None:
 
 
 @click.command("plugins")
-@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+@JSON
 @click.option(
     "--matrix",
     "as_matrix",

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from topkv.errors import ConfigError
+from topkv_cli import options as shared
+from topkv_cli.options import answering, device_or_default, quiet_transformers
 
 
 class ModelFolder(click.ParamType):
@@ -44,75 +42,11 @@ dtype_option = click.option(
     help="Of weights and cache; auto is what the checkpoint has.",
 )
 
-sparse_options = (
-    click.option("--algorithm", help="Name of the algorithm; see topkv plugins."),
-    click.option("--backend", help="Name of the attention backend."),
-    click.option("--budget", type=int, help="Attended tokens, sinks and tail included."),
-    click.option("--buffer", type=int, help="Tokens of the device buffer."),
-    click.option("--unit", type=int, help="Tokens that are selected and moved together."),
-    click.option("--impl", help="reference or triton; by default reference on a CPU."),
-    click.option("--device", help="A torch device; by default the GPU if there is one."),
-    click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout."),
-)
-
-trust_option = click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run Python code that comes with the model. Off by default: read that code first.",
-)
-
 stats_option = click.option(
     "--stats",
     is_flag=True,
     help="Hits, misses and bytes of each sparse layer, and what is held of the host pool.",
 )
-
-
-def with_sparse_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(sparse_options):
-        command = option(command)
-    return command
-
-
-@contextmanager
-def answering() -> Iterator[TextIO]:
-    """Yield stdout for the answer alone; what anybody else prints meanwhile goes to stderr."""
-    # Read when torch is imported. Threads that spin at every small operation of a decode step make
-    # it many times slower as soon as another program wants the same cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    answer = sys.stdout
-    with redirect_stdout(sys.stderr):
-        yield answer
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keep progress bars and advice of Transformers out of what the command prints."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def device_or_default(device: str | None) -> str:
-    """Return the device that was named, checked; else the GPU if there is one."""
-    import torch
-
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {device!r} cannot be used", [reason]) from error
-    return device
 
 
 @click.command("demo", short_help="Find a fact far back in a prompt, dense and through topkv.")
@@ -121,7 +55,8 @@ def device_or_default(device: str | None) -> str:
 )
 @click.option("--seed", type=click.IntRange(0), help="Of the text and its facts; 0 by default.")
 @stats_option
-@with_sparse_options
+@shared.sparse
+@shared.JSON
 def demo(stats: bool, as_json: bool, device: str | None, **options: Any) -> None:
     """Ask a small trained model for a fact far back, dense and through topkv.
 
@@ -169,13 +104,12 @@ def demo(stats: bool, as_json: bool, device: str | None, **options: Any) -> None
     "--prompt-file", type=click.File(encoding="utf-8"), help="A file with the prompt; - for stdin."
 )
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
-@click.option(
-    "--config", "config_file", type=Path, help="YAML or JSON; the options here beat what it says."
-)
+@shared.CONFIG
 @dtype_option
-@trust_option
+@shared.TRUST
 @stats_option
-@with_sparse_options
+@shared.sparse
+@shared.JSON
 def generate(
     model: Path,
     prompt: str | None,
@@ -195,15 +129,12 @@ def generate(
     with answering() as stdout:
         text = _prompt(prompt, prompt_file)
         click.echo("loading torch and the model ...", err=True)
-        from topkv.config import SparseConfig
         from topkv_evaluation.generate import Job, run_generate
 
-        written = SparseConfig.load(config_file).as_dict() if config_file else {}
-        given = {name: value for name, value in options.items() if value is not None}
         job = Job(
             model=model,
             prompt=text,
-            config=SparseConfig(**{**written, **given}),
+            config=shared.config_of(config_file, options),
             new_tokens=max_new_tokens,
             dtype=dtype,
             device=device_or_default(device),

@@ -14,14 +14,13 @@ from transformers.generation import TextStreamer
 
 from topkv import attach
 from topkv.config import SparseConfig
-from topkv.errors import CapabilityError, RequestError
+from topkv.errors import RequestError
 from topkv.plugins import registry
 from topkv_cli.named import require_plugins
-from topkv_evaluation.loading import dtype_of, load_model, load_tokenizer
+from topkv_evaluation.loading import load_served, load_tokenizer
 from topkv_evaluation.measured import measured, settings_of, stats_of
 from topkv_transformers.engine import lower_for
 from topkv_transformers.session import AttachedModel
-from topkv_transformers.support import refusals
 
 PREFILL_CHUNK = 2048
 
@@ -76,22 +75,6 @@ class Writer(TextStreamer):
         return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else None
 
 
-def load(job: Job) -> tuple[PreTrainedModel, Any]:
-    """Load model and tokenizer from a local directory.
-
-    Raises:
-        ConfigError: the directory holds no model, or no tokenizer, that can be loaded.
-        CapabilityError: the model cannot be attached.
-    """
-    trust = job.trust_remote_code
-    model = load_model(job.model, dtype=dtype_of(job.dtype), trust_remote_code=trust)
-    model = model.to(job.device).eval()
-    reasons = refusals(model)
-    if reasons:
-        raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
-    return model, load_tokenizer(job.model, trust_remote_code=trust)
-
-
 def _check(model: PreTrainedModel, config: SparseConfig) -> None:
     """Refuse settings that cannot serve a long prompt, however short this one is."""
     alone = attrs.evolve(config, max_requests=1, host_memory=None, device_memory=None)
@@ -108,11 +91,12 @@ def _fit(job: Job, prompt_tokens: int, positions: int | None) -> SparseConfig:
             f"{job.new_tokens} new ones need {length}; shorten the prompt or lower "
             "--max-new-tokens"
         )
-    room = {"max_requests": 1, "max_tokens": length}
-    set_already = job.config.as_dict()
-    return attrs.evolve(
-        job.config, **{name: value for name, value in room.items() if name not in set_already}
-    )
+    return with_room(job.config, length)
+
+
+def with_room(config: SparseConfig, tokens: int) -> SparseConfig:
+    """Return settings with room for one request of this length, where no room was set."""
+    return SparseConfig(**{"max_requests": 1, "max_tokens": tokens, **config.as_dict()})
 
 
 def run_generate(job: Job, say: Any) -> dict[str, Any]:
@@ -126,7 +110,9 @@ def run_generate(job: Job, say: Any) -> dict[str, Any]:
         TopkvError: model, prompt or configuration are refused.
     """
     require_plugins(job.config, registry())
-    model, tokenizer = load(job)
+    trust = job.trust_remote_code
+    model = load_served(job.model, job.device, dtype=job.dtype, trust_remote_code=trust)
+    tokenizer = load_tokenizer(job.model, trust_remote_code=trust)
     _check(model, job.config)
     inputs = tokenizer(job.prompt, return_tensors="pt", return_token_type_ids=False)
     inputs = inputs.to(model.device)

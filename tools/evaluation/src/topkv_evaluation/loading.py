@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from topkv.errors import ConfigError
+from topkv.errors import CapabilityError, ConfigError
+from topkv_transformers.support import refusals
 
 CODE = (
     "it needs Python code that comes with it, and such code is not run unless you allow it; "
@@ -67,6 +68,26 @@ def load_model(
     if reasons:
         raise ConfigError(f"the weights in {folder} are not those of its config.json", reasons)
     return model
+
+
+def load_served(
+    folder: Path, device: str, *, dtype: str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a model that topkv attaches to, on its device; errors as of ``load_model``, and more.
+
+    Args:
+        folder, trust_remote_code: as for ``load_model``.
+        device: where it is to run.
+        dtype: one of ``DTYPES``.
+
+    Raises:
+        CapabilityError: the model cannot be attached.
+    """
+    model = load_model(folder, dtype=dtype_of(dtype), trust_remote_code=trust_remote_code)
+    reasons = refusals(model)
+    if reasons:
+        raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
+    return model.to(device).eval()
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:

@@ -18,15 +18,14 @@ from lm_eval.models.utils import (
 )
 from tqdm import tqdm
 
-from topkv.config import SparseConfig
-from topkv.errors import CapabilityError, ConfigError
+from topkv.errors import ConfigError
 from topkv.plugins import registry
 from topkv_cli.named import require_plugins
-from topkv_evaluation.commands import device_or_default
+from topkv_cli.options import config_of, device_or_default
 from topkv_evaluation.eval.choices import read_dense_layers
-from topkv_evaluation.loading import DTYPES, dtype_of, load_model, load_tokenizer
+from topkv_evaluation.loading import DTYPES, load_served, load_tokenizer
 from topkv_lm_eval.decoder import Asked, Decoder
-from topkv_transformers.support import refusals, shape_of
+from topkv_transformers.support import shape_of
 
 LENGTH = 2048
 """Tokens of a model that does not say how many it takes; the harness's own number."""
@@ -79,26 +78,22 @@ class TopkvLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.question, batch = _checked(question, batch_size, dtype)
-        written = SparseConfig.load(Path(config)).as_dict() if config else {}
         given = {"algorithm": algorithm, "backend": backend, "budget": budget, "buffer": buffer}
         given |= {"unit": unit, "impl": impl}
-        settings = {**written, **{name: v for name, v in given.items() if v is not None}}
+        chosen = config_of(Path(config) if config else None, given)
         trust = {"trust_remote_code": trust_remote_code}
-        require_plugins(SparseConfig(**settings), registry())
-        model = load_model(Path(pretrained), dtype=dtype_of(dtype), **trust)
-        reasons = refusals(model)
-        if reasons:
-            raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
+        require_plugins(chosen, registry())
+        settings = chosen.as_dict()
+        self._device = torch.device(device_or_default(device))
+        self.model = load_served(Path(pretrained), str(self._device), dtype=dtype, **trust)
         if dense_layers is not None:
-            layers = shape_of(model).num_layers
             words = "none" if dense_layers == "no" else str(dense_layers)
+            layers = shape_of(self.model).num_layers
             settings["dense_layers"] = read_dense_layers(words, layers)
         self.tokenizer = load_tokenizer(Path(pretrained), **trust)
-        self._device = torch.device(device_or_default(device))
-        self.model = model.to(self._device).eval()
         unit = settings.pop("unit", None) or _unit_of(settings.get("algorithm"))
         self.decoder = Decoder(self.model, settings, unit, batch)
-        positions = getattr(model.config, "max_position_embeddings", None)
+        positions = getattr(self.model.config, "max_position_embeddings", None)
         self.max_length = max_length or positions or LENGTH
         self.max_gen_toks = max_gen_toks
         self.folder = pretrained

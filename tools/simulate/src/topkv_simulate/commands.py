@@ -13,23 +13,14 @@ import click
 from rich.console import Console
 
 from topkv.errors import ConfigError
-from topkv_simulate.options import Number
-
-
-def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
-    """Parse ``"512,1024"`` as numbers."""
-    if value is None:
-        return None
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise click.BadParameter(f"expected tokens such as 512,1024, got {value!r}")
-    return sorted({int(part) for part in parts})
+from topkv_cli import options as shared
+from topkv_cli.options import Number, Numbers
 
 
 @click.command("simulate", short_help="Replay recorded selections over buffers and policies.")
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option(
-    "--buffers", callback=_sizes, help="Tokens of a lane; multiples of the selection by default."
+    "--buffers", type=Numbers(), help="Tokens of a lane; multiples of the selection by default."
 )
 @click.option("--policies", help="Names; by default the recorded one and belady, the lower bound.")
 @click.option("--link", type=Number(0, min_open=True), help="GB/s between host and device.")
@@ -49,10 +40,10 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> lis
     "selection that it adds.",
 )
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curve.")
-@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+@shared.JSON
 def simulate(
     trace: Path,
-    buffers: list[int] | None,
+    buffers: tuple[int, ...] | None,
     policies: str | None,
     link: float | None,
     requests: int,
@@ -77,7 +68,7 @@ def simulate(
         curve, own = Curve(replayer), replayer.trace.settings["eviction"]
         names = [own, BELADY] if policies is None else policies.split(",")
         names = list(dict.fromkeys(name.strip() for name in names))
-        sizes = buffers or curve.buffers()
+        sizes = sorted(buffers or curve.buffers())
         points = [curve.at(size, name) for size in sizes for name in names]
         best = curve.recommend(sizes, own, gain / 100)
     if plot is not None:
@@ -132,33 +123,33 @@ def _result(curve: Any, points: Any, best: Any, link: Any, gain: float) -> dict[
     show_default=True,
     help="Last tokens of it, which are decoded one by one; the others are the prompt.",
 )
-@click.option(
-    "--config", "config_file", type=Path, help="YAML or JSON; options beat what it says."
-)
-@click.option("--algorithm", help="Name of the algorithm; quest without --config.")
-@click.option(
-    "--backend", help="Name of the attention backend; triton_attention without --config."
-)
-@click.option("--budget", type=int, help="Attended tokens, sinks and tail included.")
-@click.option("--buffer", type=int, help="Tokens of the device buffer.")
-@click.option("--unit", type=int, help="Tokens that are selected and moved together.")
-@click.option("--impl", help="reference or triton; by default reference on a CPU.")
-@click.option("--device", help="A torch device; by default the GPU if there is one.")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code of the model; read it.")
-def record(trace: Path, config_file: Path | None, **options: Any) -> None:
+@shared.CONFIG
+@shared.sparse
+@shared.TRUST
+def record(
+    trace: Path,
+    model: Path | None,
+    text: Path | None,
+    tokens: int | None,
+    steps: int,
+    config_file: Path | None,
+    device: str | None,
+    trust_remote_code: bool,
+    **settings: Any,
+) -> None:
     """Decode the end of a text, and write what was selected to TRACE.
 
-    Each token is the text's, whatever the model would have said. Needs topkv-evaluation. To record
-    other runs of requests, see topkv_simulate.recorder.
+    Each token is the text's, whatever the model would have said; by default through quest over
+    triton_attention. Needs topkv-evaluation. To record other runs of requests, see
+    topkv_simulate.recorder.
     """
     with redirect_stdout(sys.stderr):
-        from topkv_simulate.record import Job, run
+        from topkv_simulate.record import DEFAULTS, Job, run
         from topkv_simulate.trace import ROW
 
-        names = ("algorithm", "backend", "budget", "buffer", "unit", "impl")
-        given = {name: options.pop(name) for name in names}
-        given = {name: value for name, value in given.items() if value is not None}
-        found = run(Job(config_file=config_file, given=given, **options))
+        given = {"capture": "off", **settings}  # replays of a graph cannot be recorded
+        config = shared.config_of(config_file, given, DEFAULTS)
+        found = run(Job(config, model, text, tokens, steps, device, trust_remote_code))
         found.save(trace)
     reported = int((found.rows[:, ROW.warm] == 0).sum())
     click.echo(f"{reported} decode steps in {trace}", err=True)

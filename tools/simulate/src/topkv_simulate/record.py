@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -16,6 +14,7 @@ from topkv.config import SparseConfig
 from topkv.errors import ConfigError
 from topkv.plugins import registry
 from topkv_cli.named import require_plugins
+from topkv_cli.options import device_or_default, quiet_transformers
 from topkv_simulate.recorder import recording
 from topkv_simulate.trace import Trace
 
@@ -46,32 +45,15 @@ def record_text(handle: Any, tokens: Tensor, steps: int) -> Trace:
 
 @frozen
 class Job:
-    """The options of ``topkv record``; None leaves a choice to the defaults.
+    """The options of ``topkv record``; None leaves a choice to the defaults."""
 
-    Attributes:
-        given: settings of ``SparseConfig``, above those of ``config_file``.
-    """
-
+    config: SparseConfig
     model: Path | None = None
     text: Path | None = None
     tokens: int | None = None
     steps: int = 256
-    config_file: Path | None = None
-    given: Mapping[str, Any] = {}
     device: str | None = None
     trust_remote_code: bool = False
-
-    def config(self, tokens: int) -> SparseConfig:
-        """Return the settings, with room for one request of this length if no room was set.
-
-        Steps are not captured: replays of a graph cannot be recorded."""
-        if self.config_file is None:
-            written = DEFAULTS
-        else:
-            written = SparseConfig.load(self.config_file).as_dict()
-        config = SparseConfig(**{**written, **self.given, "capture": "off"})
-        room: dict[str, Any] = {"max_requests": 1, "max_tokens": tokens}
-        return attrs.evolve(config, **{k: v for k, v in room.items() if k not in config.as_dict()})
 
 
 def run(job: Job) -> Trace:
@@ -82,7 +64,7 @@ def run(job: Job) -> Trace:
         TopkvError: model, text or settings are refused.
     """
     try:
-        from topkv_evaluation import CHECKPOINT, commands, loading
+        from topkv_evaluation import CHECKPOINT, commands, generate, loading
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] != "topkv_evaluation":
             raise
@@ -93,17 +75,19 @@ def run(job: Job) -> Trace:
                 "topkv_simulate.recorder.recording(handle.coordinator)"
             ],
         ) from error
-    trust, device = job.trust_remote_code, commands.device_or_default(job.device)
-    with commands.quiet_transformers():
+    trust, device = job.trust_remote_code, device_or_default(job.device)
+    with quiet_transformers():
         folder = job.model and commands.ModelFolder().convert(str(job.model), None, None)
         folder = folder or CHECKPOINT
-        require_plugins(job.config(1), registry())
+        require_plugins(job.config, registry())
         tokens = _tokens(job, folder, loading)
         if tokens.shape[1] < job.steps + 2:
             why = f"expected at least {job.steps + 2} tokens for {job.steps} steps behind a prompt"
             raise ConfigError("the text is too short", [f"{why}, got {tokens.shape[1]}"])
         model = loading.load_model(folder, trust_remote_code=trust).to(device).eval()
-        with attach(model, job.config(tokens.shape[1]), engine="transformers") as handle:
+        with attach(
+            model, generate.with_room(job.config, tokens.shape[1]), engine="transformers"
+        ) as handle:
             return record_text(handle, tokens.to(device), job.steps)
 
 

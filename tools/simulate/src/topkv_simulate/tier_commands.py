@@ -13,8 +13,8 @@ from rich.console import Console
 
 from topkv.checks import MOST_BYTES
 from topkv.errors import ConfigError
+from topkv_cli.options import JSON, Number
 from topkv_simulate.commands import plot_can_be_drawn
-from topkv_simulate.options import Number
 
 
 def _gigabytes(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
@@ -89,7 +89,7 @@ def _writes(ctx: click.Context, param: click.Parameter, value: str) -> list[str]
     help="% by which the mean first token of the recommended sizes may come after the best.",
 )
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it.")
-@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+@JSON
 def tiers(trace: Path, within: float, plot: Path | None, as_json: bool, **options: Any) -> None:
     """Replay the prompts of TRACE over sizes of both tiers below the device.
 

@@ -190,37 +190,6 @@ def read_budgets(text: str) -> list[float]:
     return shares
 
 
-def read_depths(text: str | None) -> list[int] | None:
-    """Read ``"0,50,100"`` as percentages; None for none.
-
-    Raises:
-        ConfigError: one of them is no whole number from 0 to 100.
-    """
-    if text is None:
-        return None
-    pieces = [piece.strip().removesuffix("%") for piece in text.split(",") if piece.strip()]
-    if not pieces or not all(p.isascii() and p.isdigit() and int(p) <= 100 for p in pieces):
-        raise ConfigError(
-            "--depths is refused", [f"expected percentages such as 0,25,50,75,100, got {text!r}"]
-        )
-    return [*dict.fromkeys(map(int, pieces))]
-
-
-def read_contexts(text: str) -> list[int]:
-    """Read ``"8192,16384"`` as integers.
-
-    Raises:
-        ConfigError: one of them is no positive integer.
-    """
-    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
-    whole = [piece for piece in pieces if piece.isascii() and piece.isdigit() and int(piece)]
-    if not pieces or whole != pieces:
-        raise ConfigError(
-            "--contexts is refused", [f"expected tokens such as 8192,16384, got {text!r}"]
-        )
-    return [int(piece) for piece in pieces]
-
-
 def read_dense_layers(text: str, layers: int) -> tuple[int, ...]:
     """Read ``"none"``, or layers as in ``"0-1"``, ``"0,5"`` or ``"4-"``.
 

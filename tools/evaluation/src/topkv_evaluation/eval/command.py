@@ -19,15 +19,17 @@ from rich.progress import (
 )
 
 from topkv.config.layers import show_ranges
-from topkv_evaluation.commands import (
+from topkv_cli.options import (
+    DEVICE,
+    IMPL,
+    JSON,
+    TRUST,
+    Numbers,
     answering,
     device_or_default,
-    dtype_option,
-    model_option,
     quiet_transformers,
-    stats_option,
-    trust_option,
 )
+from topkv_evaluation.commands import dtype_option, model_option, stats_option
 from topkv_evaluation.eval import ALGORITHMS, BUDGETS, LEAST_STEPS, QUESTIONS
 from topkv_evaluation.tasks.scoring import SCORINGS
 from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
@@ -36,7 +38,7 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 @click.command("eval", short_help="Compare algorithms by right answers and attention mass.")
 @model_option
 @dtype_option
-@trust_option
+@TRUST
 @click.option(
     "--tasks",
     "--task",
@@ -82,11 +84,13 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 )
 @click.option(
     "--contexts",
+    type=Numbers(),
     help="Tokens of the contexts, such as 8192,16384; by default 4096, or fewer that the "
     "model has positions for. A file has its own.",
 )
 @click.option(
     "--depths",
+    type=Numbers(0, 100),
     help="Percentages such as 0,25,50,75,100: the needle stands at each depth in turn, in tasks "
     "that ask for one.",
 )
@@ -120,8 +124,8 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
     help="none, or layers such as 0-1; may be given again.",
 )
 @click.option("--backend", default="triton_attention", show_default=True)
-@click.option("--impl", help="reference or triton; by default reference on a CPU.")
-@click.option("--device", help="A torch device; by default the GPU if there is one.")
+@IMPL
+@DEVICE
 @click.option(
     "--batch",
     type=click.IntRange(1),
@@ -134,7 +138,7 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
     help="For results and the report; a run goes on with what is there.",
 )
 @stats_option
-@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+@JSON
 def evaluate(
     stats: bool, as_json: bool, device: str | None, out: Path | None, **options: Any
 ) -> None:

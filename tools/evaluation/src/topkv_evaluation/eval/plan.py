@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from topkv.config import SparseConfig
-from topkv.errors import CapabilityError, ConfigError
+from topkv.errors import ConfigError
 from topkv.plugins import registry
 from topkv_cli.named import require_plugins
 from topkv_evaluation import CHECKPOINT
@@ -21,16 +21,14 @@ from topkv_evaluation.eval.choices import (
     installed,
     read_algorithms,
     read_budgets,
-    read_contexts,
     read_dense_layers,
-    read_depths,
 )
 from topkv_evaluation.eval.runs import Advance
 from topkv_evaluation.eval.tasks import Task
-from topkv_evaluation.loading import dtype_of, load_model
+from topkv_evaluation.loading import load_served
 from topkv_evaluation.tasks.own import SWEPT
 from topkv_evaluation.tasks.splits import TUNING
-from topkv_transformers.support import refusals, shape_of
+from topkv_transformers.support import shape_of
 
 CONTEXT = 4096
 BATCH = {"cuda": 256}
@@ -44,7 +42,7 @@ class Options:
     algorithms: Sequence[str] = ()
     model: Path | None = None
     tasks: Sequence[str] = ()
-    contexts: str | None = None
+    contexts: Sequence[int] = ()
     budgets: str = BUDGETS
     questions: int = QUESTIONS
     per_context: int = 25
@@ -55,7 +53,7 @@ class Options:
     batch: int | None = None
     seed: int = 0
     split: str = TUNING
-    depths: str | None = None
+    depths: Sequence[int] | None = None
     question: str = "sparse"
     forced: int = 32
     chat_template: bool = True
@@ -87,7 +85,10 @@ class Plan:
         """
         shares = read_budgets(options.budgets)
         _check_words(options)
-        model = _load(options)
+        trust = options.trust_remote_code
+        model = load_served(
+            options.folder, options.device, dtype=options.dtype, trust_remote_code=trust
+        )
         shape = shape_of(model)
         layers = shape.num_layers
         dense = [read_dense_layers(text, layers) for text in dict.fromkeys(options.dense_layers)]
@@ -159,18 +160,6 @@ def _check_words(options: Options) -> None:
         read_algorithms(named, 1, registry())
     if options.tasks:
         read_words(options.tasks)
-    if options.contexts is not None:
-        read_contexts(options.contexts)
-    read_depths(options.depths)
-
-
-def _load(options: Options) -> PreTrainedModel:
-    trust = options.trust_remote_code
-    model = load_model(options.folder, dtype=dtype_of(options.dtype), trust_remote_code=trust)
-    reasons = refusals(model)
-    if reasons:
-        raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
-    return model.to(options.device).eval()
 
 
 def usual_contexts(model: PreTrainedModel) -> list[int]:
@@ -184,12 +173,11 @@ def usual_contexts(model: PreTrainedModel) -> list[int]:
 def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
     usual = FACTS if model.config.vocab_size == BYTES else RULER
     words = read_words(options.tasks or (usual,))
-    if options.contexts is not None and not any(map(has_length, words)):
+    if options.contexts and not any(map(has_length, words)):
         raise ConfigError(
             "--contexts and --tasks exclude each other", ["a task file brings its contexts"]
         )
-    depths = read_depths(options.depths)
-    unswept = [word for word in words if word not in SWEPT] if depths else []
+    unswept = [word for word in words if word not in SWEPT] if options.depths else []
     if unswept:
         raise ConfigError(
             "--depths is refused",
@@ -201,12 +189,12 @@ def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
     catalogue = Catalogue(
         model=model,
         folder=options.folder,
-        lengths=read_contexts(options.contexts) if options.contexts else usual_contexts(model),
+        lengths=options.contexts or usual_contexts(model),
         questions=options.questions,
         per_context=options.per_context,
         seed=options.seed,
         split=options.split,
-        depths=depths,
+        depths=options.depths,
         chat=options.chat_template,
         scoring=options.scoring,
         trust_remote_code=options.trust_remote_code,

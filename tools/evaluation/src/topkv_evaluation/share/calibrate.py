@@ -16,7 +16,7 @@ from topkv import attach
 from topkv.config import SparseConfig
 from topkv.config.layers import show_ranges
 from topkv.decode.layers import LayerPath
-from topkv.errors import CapabilityError, ConfigError
+from topkv.errors import ConfigError
 from topkv.plugins import registry
 from topkv_cli.named import require_plugins
 from topkv_evaluation import CHECKPOINT
@@ -24,14 +24,13 @@ from topkv_evaluation.eval import recall
 from topkv_evaluation.eval.batches import read_context
 from topkv_evaluation.eval.catalogue import Catalogue
 from topkv_evaluation.eval.runs import CHUNK, CPU_CHUNK, Advance
-from topkv_evaluation.loading import load_model, load_tokenizer
+from topkv_evaluation.loading import load_served, load_tokenizer
 from topkv_evaluation.measured import settings_of
 from topkv_evaluation.share.effects import effects_of
 from topkv_evaluation.share.patterns import best_patterns, sources_of
 from topkv_evaluation.share.prompts import Prompt, pieces, questions
 from topkv_evaluation.share.similarity import Decoded, Shared, held_in
 from topkv_transformers.session import AttachedModel
-from topkv_transformers.support import refusals
 
 REFUSED = "no layers can share a selection"
 
@@ -85,14 +84,10 @@ def calibrate(job: Job, advance: Advance = lambda prompts: None) -> dict[str, An
     if job.tasks and job.text is not None:
         raise ConfigError("--tasks and --text exclude each other", ["leave one of them out"])
     require_plugins(job.config, registry())
-    model = load_model(job.folder, trust_remote_code=job.trust_remote_code)
-    reasons = refusals(model)
-    if reasons:
-        raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
+    model = load_served(job.folder, job.device, trust_remote_code=job.trust_remote_code)
     prompts = _prompts(job, model)
     room = max(prompt.length for prompt in prompts)
     _check_positions(model, room)
-    model = model.to(job.device).eval()
     with torch.inference_mode():
         # The core refuses layers that cannot share, before anything is computed.
         with attach(model, _settings(job, "FS", room), engine="transformers"):

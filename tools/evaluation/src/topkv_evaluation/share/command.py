@@ -11,21 +11,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from topkv.errors import ConfigError
-from topkv_evaluation.commands import (
-    answering,
-    device_or_default,
-    model_option,
-    quiet_transformers,
-    trust_option,
-    with_sparse_options,
-)
+from topkv_cli import options as shared
+from topkv_cli.options import answering, device_or_default, quiet_transformers
+from topkv_evaluation.commands import model_option
 
 DEFAULTS = {"algorithm": "quest", "backend": "triton_attention"}
 
 
 @click.command("share", short_help="Find which layers should share a selection.")
 @model_option
-@trust_option
+@shared.TRUST
 @click.option(
     "--tasks",
     multiple=True,
@@ -53,11 +48,10 @@ DEFAULTS = {"algorithm": "quest", "backend": "triton_attention"}
     show_default=True,
     help="Last tokens of a piece of --text, which are decoded one by one.",
 )
-@click.option(
-    "--config", "config_file", type=Path, help="YAML or JSON; the options here beat what it says."
-)
+@shared.CONFIG
 @click.option("--out", type=Path, help="For the configuration with the pattern, as JSON.")
-@with_sparse_options
+@shared.sparse
+@shared.JSON
 def share(
     model: Path | None,
     trust_remote_code: bool,
@@ -84,13 +78,10 @@ def share(
         raise ConfigError(f"--out {out}", ["there is no such directory; make it first"])
     with answering() as stdout:
         click.echo("loading torch and the model ...", err=True)
-        from topkv.config import SparseConfig
         from topkv_evaluation.share.calibrate import Job, calibrate
 
-        written = SparseConfig.load(config_file).as_dict() if config_file else {}
-        given = {name: value for name, value in options.items() if value is not None}
         job = Job(
-            config=SparseConfig(**{**DEFAULTS, **written, **given}),
+            config=shared.config_of(config_file, options, DEFAULTS),
             model=model,
             tasks=tasks,
             text=text,
