@@ -119,7 +119,6 @@ def _place(sample):
 
 @pytest.fixture(scope="module")
 def stock(folder, tasks):
-    pytest.importorskip("accelerate", reason="the harness's own model needs accelerate")
     given = f"pretrained={folder},dtype=float32"
     return evaluate("hf", given, tasks, "made", "chosen", "rolled", batch_size=2)
 

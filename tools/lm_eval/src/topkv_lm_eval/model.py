@@ -7,10 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import lm_eval.utils
-import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import (
     handle_stop_sequences,
     normalize_gen_kwargs,
@@ -27,14 +25,11 @@ from topkv_evaluation.loading import DTYPES, load_served, load_tokenizer
 from topkv_lm_eval.decoder import Asked, Decoder
 from topkv_transformers.support import shape_of
 
-LENGTH = 2048
-"""Tokens of a model that does not say how many it takes; the harness's own number."""
-
 TOGETHER = 64
-"""Requests that are made ready and run as one group, in batches; progress is shown by group."""
+"""Requests that are attached to and run as one group, in batches; progress is shown by group."""
 
 
-class TopkvLM(TemplateLM):
+class TopkvLM(HFLM):
     """A local model, its prompts read densely, their last line and all answers decoded sparsely.
 
     Args:
@@ -52,9 +47,13 @@ class TopkvLM(TemplateLM):
         trust_remote_code: whether Python code of the directory may run.
         max_batch_size: taken, as the harness passes it, and not used.
 
+    What is not said here, texts as tokens among it, is as the harness's own model ``hf`` does it.
+
     Raises:
         ConfigError, CapabilityError: an argument is wrong, or the model cannot be attached.
     """
+
+    max_gen_toks = 256
 
     def __init__(
         self,
@@ -76,7 +75,6 @@ class TopkvLM(TemplateLM):
         trust_remote_code: bool = False,
         max_batch_size: int | None = None,
     ) -> None:
-        super().__init__()
         self.question, batch = _checked(question, batch_size, dtype)
         given = {"algorithm": algorithm, "backend": backend, "budget": budget, "buffer": buffer}
         given |= {"unit": unit, "impl": impl}
@@ -84,56 +82,22 @@ class TopkvLM(TemplateLM):
         trust = {"trust_remote_code": trust_remote_code}
         require_plugins(chosen, registry())
         settings = chosen.as_dict()
-        self._device = torch.device(device_or_default(device))
-        self.model = load_served(Path(pretrained), str(self._device), dtype=dtype, **trust)
+        place = device_or_default(device)
+        model = load_served(Path(pretrained), place, dtype=dtype, **trust)
         if dense_layers is not None:
             words = "none" if dense_layers == "no" else str(dense_layers)
-            layers = shape_of(self.model).num_layers
+            layers = shape_of(model).num_layers
             settings["dense_layers"] = read_dense_layers(words, layers)
-        self.tokenizer = load_tokenizer(Path(pretrained), **trust)
-        unit = settings.pop("unit", None) or _unit_of(settings.get("algorithm"))
-        self.decoder = Decoder(self.model, settings, unit, batch)
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        self.max_length = max_length or positions or LENGTH
-        self.max_gen_toks = max_gen_toks
-        self.folder = pretrained
-
-    @property
-    def eot_token_id(self) -> int:
-        """Id of the token that ends a text."""
-        return int(self.tokenizer.eos_token_id)
-
-    @property
-    def prefix_token_id(self) -> int:
-        """Id of the token that stands for an empty context."""
-        first = self.tokenizer.bos_token_id
-        return self.eot_token_id if first is None else int(first)
-
-    @property
-    def tokenizer_name(self) -> str:
-        return self.folder.replace("/", "__")
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """Return a conversation as text, by the tokenizer's template."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        super().__init__(
+            model,
+            tokenizer=load_tokenizer(Path(pretrained), **trust),
+            backend="causal",
+            batch_size=max(TOGETHER, batch),
+            max_length=max_length,
         )
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
-        """Encode a text, with special tokens by default, unless it begins with its own."""
-        if add_special_tokens is None:
-            first = self.tokenizer.bos_token
-            add_special_tokens = not (first and string.startswith(first))
-        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+        unit = settings.pop("unit", None) or _unit_of(settings.get("algorithm"))
+        self.decoder = Decoder(model, settings, unit, batch)
+        self.max_gen_toks = max_gen_toks
 
     def _asked(
         self, text: str | None, tokens: list[int], room: int
@@ -172,33 +136,11 @@ class TopkvLM(TemplateLM):
     def _in_parts(self, asked: list[Asked], run: Any, quiet: bool) -> list[Any]:
         results: list[Any] = []
         with tqdm(total=len(asked), disable=quiet, desc="topkv") as bar:
-            step = max(TOGETHER, self.decoder.batch)
-            for first in range(0, len(asked), step):
-                part = asked[first : first + step]
+            for first in range(0, len(asked), self.batch_size):
+                part = asked[first : first + self.batch_size]
                 results += run(part)
                 bar.update(len(part))
         return results
-
-    def loglikelihood_rolling(
-        self, requests: list[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
-        """Score whole texts in windows of the model's positions; all tokens decode sparsely."""
-        windows, owners = [], []
-        for place, request in enumerate(requests):
-            found = lm_eval.utils.get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            each = [*map(lm_eval.utils.make_disjoint_window, found)]
-            windows += [(None, *window) for window in each]
-            owners += [place] * len(each)
-        sums = [0.0] * len(requests)
-        scored = self._loglikelihood_tokens(windows, disable_tqdm)
-        for owner, (likely, _) in zip(owners, scored, strict=True):
-            sums[owner] += likely
-        return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate texts greedily, up to a stop sequence.
