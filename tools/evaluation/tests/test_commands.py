@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -214,13 +215,15 @@ def test_an_empty_prompt_is_refused():
 def select(lengths, width=4, unit=4, heads=2):
     """Return rows of ids that the window selects, lane 0 of each request."""
     shape = GroupShape((0,), unit, heads, 1, 8, torch.float32, 64, 8, 64, width, width, 2)
+    model = SimpleNamespace(num_heads=heads)
     slots = torch.arange(len(lengths), dtype=torch.int32)
     lengths = torch.tensor(lengths, dtype=torch.int32)
-    step = StepTensors(slots, lengths, lengths, slots, slots, slots)
-    empty = torch.empty(0)
+    step = StepTensors(slots, lengths, lengths, slots.clamp(max=0) + 1, slots, slots)
+    step.page_table = torch.zeros(len(lengths), 64, dtype=torch.int32)
+    empty, q = torch.empty(0), torch.zeros(len(lengths), 1, heads, 8)
     ids = torch.full((len(lengths) * heads, width), 99, dtype=torch.int32)
-    window = Window(AlgorithmSetup(None, shape, {}, torch.device("cpu"), None))
-    window.retrieve_topk(LayerView(0, 0, shape, step, empty, empty), empty, None, Selection(ids))
+    window = Window(AlgorithmSetup(model, shape, None, torch.device("cpu"), None))
+    window.retrieve_topk(LayerView(0, 0, shape, step, empty, empty), q, None, Selection(ids))
     assert torch.equal(ids[::heads], ids[1::heads])
     return [sorted(unit for unit in row if unit >= 0) for row in ids[::heads].tolist()]
 

@@ -5,56 +5,40 @@ It is a plugin like any other, but not installed: ``registry_with_window`` adds 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 import topkv
 from topkv import hookimpl
 from topkv.entries import PluginEntry
-from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec
+from topkv.hooks.algorithm import AlgorithmSetup, RepresentationSpec
 from topkv.plugins import PluginRegistry
 from topkv.plugins.records import installed
-from topkv.types import LayerView, Selection
+from topkv_authoring.selectors import ScoredUnits
 
 NAME = "window"
 SINK_UNITS = 1
 
 
-class Window:
+class Window(ScoredUnits):
     """Selects the first unit and the newest closed ones; the core appends the tail."""
 
     def __init__(self, setup: AlgorithmSetup) -> None:
-        self.group = setup.group
+        super().__init__(setup)
+        self.sink_units = SINK_UNITS
 
-    @hookimpl
-    def spec(self) -> AlgorithmSpec:
-        return AlgorithmSpec()
+    def representations(self) -> Sequence[RepresentationSpec]:
+        return ()
 
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        """Do nothing: the selection depends on the length alone."""
+    def represent(self, keys: Tensor, valid: Tensor) -> Mapping[str, Tensor]:
+        return {}
 
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        """Do nothing."""
-
-    @hookimpl
-    def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
-    ) -> Selection:
-        """Fill a row with closed units: newest first, the sinks in the last places."""
-        width = out.ids.shape[1]
-        closed = (layer.step.lengths - 1).clamp(min=0) // self.group.unit
-        closed = closed.repeat_interleave(self.group.lane_heads)[:, None]
-        place = torch.arange(width, dtype=torch.int32, device=out.ids.device)
-        sinks = min(SINK_UNITS, width)
-        units = torch.where(place < width - sinks, closed - 1 - place, width - 1 - place)
-        # A short request has fewer closed units: the window must not name the sinks again.
-        inside = torch.where(place < width - sinks, units >= sinks, units < closed)
-        out.ids.copy_(torch.where(inside, units, -1))
-        return out
+    def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        """Score units by their places alone."""
+        places = torch.arange(self.group.max_units, dtype=torch.float32, device=q.device)
+        return places.expand(*q.shape[:2], -1)
 
 
 @hookimpl
