@@ -7,6 +7,7 @@ requests alone become such events too: Mooncake's, with hashes of blocks, and th
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -21,7 +22,7 @@ from topkv.messages import shown
 from topkv_prefixes.objects import HEADER
 from topkv_prefixes.pages import page_keys
 
-FORMAT, VERSION = "topkv requests", 1
+FORMAT, VERSION = "topkv requests", 2
 BLOCK = 512
 """Tokens of a hash in the public traces of Mooncake."""
 
@@ -58,20 +59,6 @@ class DOES(StrEnum):
     FORGET = "forget"
 
 
-SHAPES = {
-    DOES.FETCH: "cp",
-    DOES.BEGIN: "ccp",
-    DOES.LEASE: "cl",
-    DOES.COPY: "cc",
-    DOES.FORK: "ccc",
-    DOES.CUT: "cc",
-    DOES.SHRINK: "cc",
-    DOES.PUBLISH: "cp",
-    DOES.FORGET: "c",
-}
-"""Values of each event, a letter each: c a count, p pages, l a list of slots and tokens."""
-
-
 @frozen(eq=False)
 class Asked:
     """A trace of requests.
@@ -95,7 +82,8 @@ class Asked:
     def save(self, path: Path) -> None:
         """Write a file that ``load`` reads."""
         sizes = {name: getattr(self, name) for name in SIZES}
-        lines = [{"format": FORMAT, "version": VERSION, **sizes}, *self.events]
+        header = {"format": FORMAT, "version": VERSION, **sizes}
+        lines = [header | {"digest": _digest([header, *self.events])}, *self.events]
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
     @classmethod
@@ -217,32 +205,19 @@ def _pages_of(
     return length, [numbers.setdefault(name, len(numbers)) for name in names[: length // page]]
 
 
+def _digest(lines: Sequence[Any]) -> str:
+    """Return a checksum of a header without one, and of the events behind it."""
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+
+
 def _recorded_reasons(lines: list[Any]) -> Iterator[str]:
-    """Yield reasons against a recorded trace; none if it can be replayed."""
-    header, events = lines[0], lines[1:]
+    """Yield a reason against a recorded trace, which must be as it was written."""
+    header = {name: value for name, value in lines[0].items() if name != "digest"}
     if header.get("version") != VERSION:
         found = shown(header.get("version"))
         yield f"it is of version {found}, expected {VERSION}: record it anew"
-        return
-    for name in SIZES:
-        if not _is_count(header.get(name), 1):
-            yield f"line 1: {name} must be a number above 0, got {shown(header.get(name))}"
-            return
-    for number, event in enumerate(events, 2):
-        if not isinstance(event, list) or not event or event[0] not in SHAPES:
-            yield f"line {number}: expected one of {', '.join(DOES)}, got {shown(event)[:40]}"
-            continue
-        shape, values = SHAPES[DOES(event[0])], event[1:]
-        right = len(shape) == len(values) and all(map(_fits, shape, values))
-        # The counts of FETCH and LEASE are no slots.
-        slots = [] if event[0] in (DOES.FETCH, DOES.LEASE, DOES.FORGET) else values[:1]
-        if event[0] == DOES.FORK:
-            slots = values[:2]
-        if right and event[0] == DOES.LEASE:
-            slots = [slot for slot, _ in values[1]]
-            right = all(tokens <= header["longest"] for _, tokens in values[1])
-        if not right or any(slot >= header["slots"] for slot in slots):
-            yield f"line {number}: {event[0]} cannot be {shown(values)[:60]}"
+    elif lines[0].get("digest") != _digest([header, *lines[1:]]):
+        yield "it is not as it was written: damaged, or changed by hand"
 
 
 def _request_reasons(lines: list[Any], setup: Setup) -> Iterator[str]:
@@ -259,12 +234,12 @@ def _request_reasons(lines: list[Any], setup: Setup) -> Iterator[str]:
         elif not _is_count(line.get("output_length", 0), 0):
             yield f"line {number}: output_length is {shown(line['output_length'])}"
         elif "token_ids" in line:
-            if not line["token_ids"] or not _fits("p", line["token_ids"]):
+            if not line["token_ids"] or not _are_counts(line["token_ids"]):
                 yield f"line {number}: token_ids must be some numbers from 0 on"
         else:
             length: Any = line.get("input_length")
             ids: Any = line.get("hash_ids")
-            if not _is_count(length, 1) or not _fits("p", ids):
+            if not _is_count(length, 1) or not _are_counts(ids):
                 yield (
                     f"line {number}: expected input_length and hash_ids, or token_ids, got "
                     f"{', '.join(map(str, line))[:60]}"
@@ -276,14 +251,8 @@ def _request_reasons(lines: list[Any], setup: Setup) -> Iterator[str]:
                 )
 
 
-def _fits(shape: str, value: Any) -> bool:
-    if shape == "c":
-        return _is_count(value, 0)
-    if not isinstance(value, list):
-        return False
-    if shape == "p":
-        return all(_is_count(each, 0) for each in value)
-    return all(isinstance(each, list) and len(each) == 2 and _fits("p", each) for each in value)
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_count(each, 0) for each in value)
 
 
 def _is_count(value: object, least: int) -> bool:
