@@ -16,7 +16,13 @@ from topkv.errors import ConfigError
 from topkv_evaluation.tasks import scoring, words
 from topkv_evaluation.tasks.common_words import CommonWords, Shape
 from topkv_evaluation.tasks.documents import read_documents
-from topkv_evaluation.tasks.ruler import MADE, OWN_TEXT, READ, SEED, scoring_of
+from topkv_evaluation.tasks.needles import Needles
+from topkv_evaluation.tasks.ruler import MADE, READ, SEED, scoring_of
+
+OWN_TEXT = {
+    name for name, task in MADE.items() if isinstance(task, Needles) and task.haystack == "text"
+}
+"""Tasks with another haystack than RULER's, whose essays nobody may pass on."""
 
 WORD = re.compile(r"\w+|[^\w\s]")
 

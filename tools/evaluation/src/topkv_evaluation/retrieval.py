@@ -16,7 +16,6 @@ import lzma
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -254,15 +253,3 @@ def _text_window(rng: np.random.Generator, length: int, text: np.ndarray | None)
 def exact_match(answer: str, expected: str) -> bool:
     """Return True if ``answer`` begins with the expected digits; any text may follow."""
     return answer[: len(expected)] == expected
-
-
-def accuracy(answers: Iterable[str], expected: Iterable[str]) -> float:
-    """Return the share of exact matches, between 0 and 1.
-
-    Raises:
-        ValueError: no answers, or not as many answers as expected ones.
-    """
-    hits = [exact_match(a, e) for a, e in zip(answers, expected, strict=True)]
-    if not hits:
-        raise ValueError("accuracy needs at least one answer")
-    return sum(hits) / len(hits)

@@ -9,10 +9,11 @@ from statistics import NormalDist
 import numpy as np
 
 RESAMPLES = 2000
+CONFIDENCE = 0.95
 
 
-def wilson(correct: float, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the score interval of Wilson (1927) for a share of independent trials.
+def wilson(correct: float, total: int) -> tuple[float, float]:
+    """Return the 95 % score interval of Wilson (1927) for a share of independent trials.
 
     Unlike the normal approximation it stays within 0 and 1, and has a width at 0 % and 100 %.
 
@@ -20,16 +21,13 @@ def wilson(correct: float, total: int, confidence: float = 0.95) -> tuple[float,
         correct: trials that succeeded; a sum of scores from 0 to 1 varies less than as many of
             them, so its interval is rather too wide.
         total: all trials, at least 1.
-        confidence: between 0 and 1.
 
     Raises:
         ValueError: a number is out of its range.
     """
     if not 0 <= correct <= total or total < 1:
         raise ValueError(f"expected 0 <= correct <= total and total >= 1, got {correct}, {total}")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     share, spread = correct / total, z * z / total
     middle = share + spread / 2
     half = z * sqrt(share * (1 - share) / total + spread / (4 * total))
@@ -38,17 +36,14 @@ def wilson(correct: float, total: int, confidence: float = 0.95) -> tuple[float,
     return (0.0 if correct == 0 else low), (1.0 if correct == total else high)
 
 
-def bootstrap(
-    values: Sequence[tuple[int, float]], confidence: float = 0.95
-) -> tuple[float, float] | None:
-    """Return the percentile interval of a mean (Efron, 1979), drawing contexts, not questions.
+def bootstrap(values: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """Return the 95 % percentile interval of a mean (Efron, 1979), which draws contexts.
 
     Questions about one context share its text, so they are drawn together. The draws are the same
     every time.
 
     Args:
         values: the context of each question, and its measured value.
-        confidence: between 0 and 1.
 
     Returns:
         None if there are fewer than two contexts, whose spread is unknown then.
@@ -63,7 +58,7 @@ def bootstrap(
         counts[place[context]] += 1
     drawn = np.random.default_rng(0).integers(len(contexts), size=(RESAMPLES, len(contexts)))
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 

@@ -37,9 +37,3 @@ SWEPT: Mapping[str, Needles | NearKeys] = {
     "four_digits": OWN["four_digits"],  # type: ignore[dict-item]
 }
 """Tasks that ask for one needle, which can stand at a depth that is asked for."""
-
-ONCE = frozenset(
-    {f"ruler:{name}" for name, task in MADE.items() if isinstance(task, Needles)}
-    | {"near_keys", "four_digits", "lookup"}
-)
-"""Tasks whose answers stand in the prompt once each, so that only one place holds an answer."""

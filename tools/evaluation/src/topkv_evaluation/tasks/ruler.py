@@ -31,11 +31,6 @@ MADE: Mapping[str, Generator] = {
 }
 """Generators of the eleven tasks that need no data set."""
 
-OWN_TEXT = frozenset(
-    name for name, task in MADE.items() if isinstance(task, Needles) and task.haystack == "text"
-)
-"""Tasks with another haystack than RULER's, whose essays nobody may pass on."""
-
 READ = ("qa_1", "qa_2")
 """Tasks that read SQuAD and HotpotQA."""
 
