@@ -230,7 +230,6 @@ def test_rendered_code_is_typed(tmp_path, kind):
             "engine",
             "one of algorithm, stage, backend, transfer, eviction, topk, observer, storage, got",
         ),
-        ("zero-copy", "transfer", "offers transfer 'zero_copy'; choose another name"),
         ("gather", "backend", "the conformance kit has backend 'gather'"),
     ],
 )

@@ -16,7 +16,6 @@ from string import Template
 from topkv import __version__
 from topkv.entries import HOOK_API
 from topkv.errors import ConfigError
-from topkv.plugins import registry
 from topkv.plugins.kinds import kinds
 
 KINDS = {
@@ -88,7 +87,11 @@ def render(name: str, kind: str, kernels: bool = False) -> dict[str, str]:
             f"kernels come with kind {', '.join(WITH_KERNELS)}, got {kind!r}; leave --kernels "
             "out: the README of the new package says where its kernels go"
         )
-    reasons = reasons or _taken(name, kind)
+    module = name.replace("-", "_")
+    if module == _DOUBLES.get(kind):
+        reasons.append(
+            f"the conformance kit has {kind} {module!r} of its own; choose another name"
+        )
     if reasons:
         raise ConfigError("a plugin package cannot be made", reasons)
     names = _names(name, kind)
@@ -193,15 +196,3 @@ def _name_reasons(name: str) -> list[str]:
             f"the name must have at most {LONGEST} characters, got {len(name)}; shorten it"
         )
     return reasons
-
-
-def _taken(name: str, kind: str) -> list[str]:
-    """Return reasons, if another package has this kind and name: neither could be used then."""
-    module = name.replace("-", "_")
-    if module == _DOUBLES.get(kind):
-        return [f"the conformance kit has {kind} {module!r} of its own; choose another name"]
-    return [
-        f"{record.package} {record.version} offers {kind} {module!r}; choose another name"
-        for record in registry().usable(kind)
-        if record.name == module and record.package != default_root(name)
-    ]
