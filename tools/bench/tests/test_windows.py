@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from topkv.config import SparseConfig
 from topkv_bench import contestants, geometry
-from topkv_bench.contestants import Cell, expected_bytes
+from topkv_bench.contestants import Cell
 from topkv_cli.group import topkv
 
 SPARSE = {"algorithm": "quest", "backend": "triton_attention", "budget": 128, "unit": 16}
@@ -48,7 +48,8 @@ def test_bytes_that_windows_will_hold_are_expected():
     made = geometry.build(config, torch.device("cpu"), torch.float32)
     for name in ("topkv", "topkv-resident"):
         cell = Cell(name, 256, 2, 4, True, 0.15, SparseConfig(**SPARSE))
-        expected, entered = expected_bytes(made, cell), contestants.enter(made, cell)
+        expected = contestants.expected(made, cell, made.device).device
+        entered = contestants.enter(made, cell)
         try:
             held = entered.held(entered.cache(filled=True))["device"]
             token = 2 * 2 * 8 * 64 * 4  # rows, keys and values, kv-heads, dim, bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -53,6 +53,12 @@ class Cell:
     config: SparseConfig
 
     @property
+    def row(self) -> dict[str, Any]:
+        """Fields of a row that are known before it is measured."""
+        place = {"context": self.context, "requests": self.requests}
+        return {"contestant": self.contestant, **place, "status": "ok"}
+
+    @property
     def columns(self) -> int:
         """Tokens that ``generate`` is given; one more than the context behind a filled cache."""
         return self.context + int(self.pool)
@@ -77,27 +83,10 @@ class Cell:
         return attrs.evolve(self.config, **room)
 
 
-class Contestant(Protocol):
-    """A model that is ready to decode in one way, until ``close``."""
-
-    def cache(self, filled: bool) -> Any:
-        """Make a new cache, empty or with the context of every request."""
-
-    def held(self, cache: Any) -> dict[str, int]:
-        """Return bytes by tier; ``device`` and ``host`` are the sums that are compared."""
-
-    def moved(self, cache: Any) -> TransferReport | None:
-        """Return the loads since the cache began; None if nobody counts them."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return all that results depend on, beside the cell."""
-
-    def close(self) -> None:
-        """Leave the model as it was."""
-
-
 class Dynamic:
     """Stock ``generate``: keys and values in a ``DynamicCache``, on the device or offloaded.
+
+    As ``Topkv`` it is ready to decode in one way until ``close``.
 
     Args:
         model: the model, not attached.
@@ -114,22 +103,26 @@ class Dynamic:
             )
 
     def cache(self, filled: bool) -> DynamicCache:
+        """Make a new cache, empty or with the context of every request."""
         cache = DynamicCache(config=self.model.config, offloading=self.offloading)
         if filled:
             fill_dynamic(cache, self.model, self.cell.requests, self.cell.context)
         return cache
 
     def held(self, cache: DynamicCache) -> dict[str, int]:
+        """Return bytes by tier; ``device`` and ``host`` are the sums that are compared."""
         tensors = [each for layer in cache.layers for each in (layer.keys, layer.values)]
         everywhere = sum(tensor.nbytes for tensor in tensors)
         here = self.model.device.type
         device = sum(tensor.nbytes for tensor in tensors if tensor.device.type == here)
         return {"cache": device, "device": device, "host": everywhere - device}
 
-    def moved(self, cache: DynamicCache) -> None:
+    def moved(self, cache: DynamicCache) -> TransferReport | None:
+        """Return the loads since the cache began; None if nobody counts them."""
         return None
 
     def facts(self) -> dict[str, Any]:
+        """Return all that results depend on, beside the cell."""
         return {}
 
     def close(self) -> None:
@@ -189,6 +182,9 @@ class Topkv:
         self._stack.close()
 
 
+Contestant = Dynamic | Topkv
+
+
 def enter(model: PreTrainedModel, cell: Cell) -> Contestant:
     """Make a contestant ready.
 
@@ -241,12 +237,6 @@ def expected(model: PreTrainedModel, cell: Cell, device: torch.device) -> Expect
     if cell.contestant == "offloaded":
         return Expected(min(2, layers) * layer + windows, layers * layer)
     return Expected(layers * layer + windows)
-
-
-def expected_bytes(model: PreTrainedModel, cell: Cell) -> int | None:
-    """Return the bytes of a cell on the device of the model."""
-    found = expected(model, cell, model.device)
-    return None if found is None else found.device
 
 
 def clear(device: torch.device) -> None:

