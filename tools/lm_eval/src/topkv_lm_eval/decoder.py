@@ -15,6 +15,7 @@ from topkv import attach
 from topkv.config import SparseConfig
 from topkv_evaluation.eval.batches import (
     decode,
+    forced_logits,
     fork_rows,
     groups_of,
     read_context,
@@ -68,28 +69,13 @@ class Decoder:
         """Return the log-likelihood of each answer, and True if all of its tokens are the best."""
 
         def run(handle: AttachedModel, questions: list[Question], parents: Parents) -> list[Any]:
-            # Logits before each token of the answer; the first may be those behind the context.
-            found = [[] if q.tokens else [parents[q.context][1]] for q in questions]
-            given = [q.forced for q in questions]
-            firsts = [max(len(q.tokens) - 1, 0) for q in questions]
-
-            def keep(step: int, logits: Tensor) -> None:
-                for row, fed in enumerate(given):
-                    if firsts[row] <= step < len(fed):
-                        found[row].append(logits[row].clone())
-
-            steps = max(map(len, given))
-            if steps:
-                rows = fork_rows(handle, [parents[q.context][0] for q in questions])
-                starts = [len(task.contexts[q.context]) for q in questions]
-                # A row that has nothing to be fed is fed anything.
-                decode(
-                    handle, rows, starts, [fed or (0,) for fed in given], steps, after_step=keep
-                )
-                rows.close()
+            contexts = [parents[q.context][0] for q in questions]
+            found = forced_logits(handle, task, questions, contexts)
+            # The logits before the first token of an answer may be those behind the context.
+            ahead = [[] if q.tokens else [parents[q.context][1]] for q in questions]
             return [
-                _scored(torch.stack(logits), q.reference)
-                for logits, q in zip(found, questions, strict=True)
+                _scored(torch.stack([*first, *logits]), q.reference)
+                for first, logits, q in zip(ahead, found, questions, strict=True)
             ]
 
         task, order = _task(asked)

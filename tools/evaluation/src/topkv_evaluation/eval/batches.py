@@ -132,3 +132,43 @@ def decode(
             best = torch.where(step + 1 < lengths, fed[:, step + 1], best)
         token = best[:, None]
     return [list(row) for row in written.t().tolist()]
+
+
+def forced_logits(
+    handle: AttachedModel,
+    task: Task,
+    questions: Sequence[Question],
+    parents: Sequence[TopkvCache],
+    done: Callable[[TopkvCache, int], None] = lambda rows, steps: None,
+) -> list[list[Tensor]]:
+    """Feed questions and references over forks of their contexts, all rows together.
+
+    Args:
+        handle: the attached model.
+        task: the task of the questions.
+        questions: questions that are fed.
+        parents: cache of the context of each.
+        done: called with the rows and the number of steps at the end.
+
+    Returns:
+        Of each question the logits ``[V]`` that predict its ``targets``.
+    """
+    given = [question.forced for question in questions]
+    firsts = [max(len(question.tokens) - 1, 0) for question in questions]
+    found: list[list[Tensor]] = [[] for _ in questions]
+
+    def keep(step: int, logits: Tensor) -> None:
+        for row, fed in enumerate(given):
+            if firsts[row] <= step < len(fed):
+                found[row].append(logits[row].clone())
+
+    steps = max(map(len, given))
+    if steps:
+        rows = fork_rows(handle, parents)
+        starts = [len(task.contexts[question.context]) for question in questions]
+        # A row that has nothing to be fed is fed anything.
+        fed = [each or (0,) for each in given]
+        decode(handle, rows, starts, fed, steps, after_step=keep)
+        done(rows, steps)
+        rows.close()
+    return found

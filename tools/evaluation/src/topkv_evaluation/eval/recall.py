@@ -340,21 +340,13 @@ def index_bytes(
     return total
 
 
-def _read_of(path: LayerPath, length: int) -> float:
-    found: float = path.algorithm.read(path.selector.view, length)
-    return found
-
-
-def index_read(paths: Sequence[LayerPath], length: int) -> float:
-    """Return representation bytes that the watched step read for a request, in all layers."""
-    return sum(_read_of(path, length) for path in paths)
-
-
-def index_tokens(paths: Sequence[LayerPath], length: int) -> float:
-    """Return ``index_read`` in stored tokens, mean of the layers."""
+def index_read(paths: Sequence[LayerPath], length: int) -> tuple[float, float]:
+    """Return representation bytes that the watched step read for a request, in all layers, and
+    what they are in stored tokens, mean of the layers; 0 without any."""
+    read = [path.algorithm.read(path.selector.view, length) for path in paths]
     rows = [row_bytes(path.view.group) for path in paths]
-    tokens = [_read_of(path, length) / row for path, row in zip(paths, rows, strict=True)]
-    return sum(tokens) / len(tokens)
+    tokens = sum(each / row for each, row in zip(read, rows, strict=True))
+    return sum(read), tokens / max(1, len(paths))
 
 
 def row_bytes(group: GroupShape) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from topkv_evaluation.eval import recall
-from topkv_evaluation.eval.batches import decode, fork_rows, groups_of, settle
+from topkv_evaluation.eval.batches import decode, forced_logits, fork_rows, groups_of, settle
 from topkv_evaluation.eval.forced import Compared, Forced, compare
 from topkv_evaluation.eval.intervals import by_context, mean, spread, wilson
 from topkv_evaluation.eval.prefills import Prefills
@@ -162,9 +162,8 @@ class Run:
         for place, row in enumerate(rows):
             length = self.coordinator.length(cache.slots[row])
             attended = looks[place].attended_bytes if looks else 0.0
-            index = recall.index_read(self.paths, length)
+            index, tokens = recall.index_read(self.paths, length)
             resident = recall.dense_read(self.coordinator, length, ("resident",))
-            tokens = recall.index_tokens(self.paths, length) if self.paths else 0.0
             streamed = recall.dense_read(self.coordinator, length, ("streamed",))
             self.read.append((attended + index + resident, streamed, tokens))
 
@@ -178,20 +177,8 @@ class Run:
         dense = not self.paths
         if not questions or not (dense or self.forced.known):
             return
-        rows = fork_rows(self.handle, [parents[q.context][0] for q in questions])
-        given = [question.forced for question in questions]
-        firsts = [len(fed) - len(q.targets) for fed, q in zip(given, questions, strict=True)]
-        found: list[list[Tensor]] = [[] for _ in questions]
-
-        def keep(step: int, logits: Tensor) -> None:
-            for row, fed in enumerate(given):
-                if firsts[row] <= step < len(fed):
-                    found[row].append(logits[row].clone())
-
-        steps = max(map(len, given))
-        decode(self.handle, rows, self._starts(questions), given, steps, after_step=keep)
-        self._count(rows, steps)
-        rows.close()
+        contexts = [parents[question.context][0] for question in questions]
+        found = forced_logits(self.handle, self.task, questions, contexts, self._count)
         for question, kept in zip(questions, found, strict=True):
             logits = torch.stack(kept)
             if dense:
