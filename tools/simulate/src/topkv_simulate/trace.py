@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from attrs import asdict, frozen
-from numpy.lib import format as npy
 
 from topkv.errors import ReasonsError
 
@@ -196,17 +194,12 @@ def _digest(header: str, arrays: Mapping[str, np.ndarray]) -> str:
 
 _SHAPES = ("ids", "limits", "counts")
 
-# np.load raises whatever zip, zlib and its own header parser raise.
+# np.load raises whatever zip, zlib and its own header parser raise, and where an array is larger
+# than its data.
 _DAMAGED = (
     *(ValueError, KeyError, TypeError, EOFError, SyntaxError, AttributeError),
-    *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, MemoryError),
 )
-
-
-_HEADERS: dict[tuple[int, int], Callable[..., Any]] = {
-    (1, 0): npy.read_array_header_1_0,
-    (2, 0): npy.read_array_header_2_0,
-}
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -217,28 +210,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         if not zipfile.is_zipfile(opened):
             raise ValueError("the file is no zip archive, or its end is missing")
     with np.load(path, allow_pickle=False) as file:
-        _check_sizes(file.zip)
+        total = sum(member.file_size for member in file.zip.infolist())
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if total > memory:
+            raise ValueError(f"its arrays have {total} bytes, and this machine has {memory}")
         return {name: file[name] for name in file.files}
-
-
-def _check_sizes(archive: zipfile.ZipFile) -> None:
-    """Raise ValueError where arrays are larger than their data in the file, or than the memory of
-    this machine, before any is made."""
-    total = 0
-    for info in archive.infolist():
-        with archive.open(info) as member:
-            version = npy.read_magic(member)
-            if version not in _HEADERS:
-                raise ValueError(f"{info.filename} is of npy version {version}")
-            shape, _, dtype = _HEADERS[version](member)
-            if dtype.hasobject:
-                continue  # which numpy does not load
-            stated = member.tell() + math.prod(shape) * dtype.itemsize
-        if stated != info.file_size:
-            raise ValueError(
-                f"{info.filename} states {stated} bytes, and {info.file_size} are there"
-            )
-        total += stated
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if total > memory:
-        raise ValueError(f"its arrays have {total} bytes, and this machine has {memory}")
