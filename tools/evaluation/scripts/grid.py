@@ -32,7 +32,8 @@ from topkv_evaluation.commands import ModelFolder
 from topkv_evaluation.eval import plot
 from topkv_evaluation.eval.choices import split_algorithms
 from topkv_evaluation.eval.intervals import wilson
-from topkv_evaluation.eval.plan import Options, Plan
+from topkv_evaluation.eval.options import Options
+from topkv_evaluation.eval.plan import Plan
 from topkv_evaluation.eval.results import RESULTS, Results, Row, read_rows
 from topkv_evaluation.tasks.ruler import MADE
 from topkv_evaluation.tasks.splits import REPORTING, STARTS

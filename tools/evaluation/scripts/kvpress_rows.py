@@ -27,7 +27,8 @@ from topkv_evaluation.eval import page
 from topkv_evaluation.eval.cells import Cell, Grid, Row, described
 from topkv_evaluation.eval.choices import Choice, read_budgets, read_dense_layers
 from topkv_evaluation.eval.forced import Compared, Forced, compare
-from topkv_evaluation.eval.plan import Options, Plan
+from topkv_evaluation.eval.options import Options
+from topkv_evaluation.eval.plan import Plan
 from topkv_evaluation.eval.results import Results
 from topkv_evaluation.eval.runs import differences_of, scores_of
 from topkv_evaluation.eval.tasks import Question, Task

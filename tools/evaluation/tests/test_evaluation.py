@@ -248,7 +248,7 @@ def test_json_is_alone_on_stdout(shown):
     assert (cells[1]["impl"], cells[1]["dtype"]) == ("reference", "bfloat16")
     low, high = wilson(cells[1]["correct"], 4)
     assert (cells[1]["ci_low"], cells[1]["ci_high"]) == (low, high)
-    assert found["settings"]["contexts"] == "768"
+    assert found["settings"]["contexts"] == [768]
     lines = (out / RESULTS).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == cells
 

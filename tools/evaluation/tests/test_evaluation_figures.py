@@ -13,7 +13,7 @@ from topkv import hookimpl
 from topkv.entries import PluginEntry
 from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry, registry
-from topkv_evaluation.eval import choices, plan, tasks
+from topkv_evaluation.eval import catalogue, choices, tasks
 from topkv_evaluation.eval.intervals import wilson
 from topkv_evaluation.eval.recall import chosen_tokens, held_mass, lane_mass
 from topkv_evaluation.retrieval import ASK_BYTES, VALUE_DIGITS
@@ -156,7 +156,7 @@ def test_a_parameter_goes_before_a_setting_of_its_name():
 )  # fmt: skip
 def test_contexts_that_nobody_names_are_those_of_the_model(positions, lengths):
     config = SimpleNamespace(max_position_embeddings=positions)
-    assert plan.usual_contexts(SimpleNamespace(config=config)) == lengths
+    assert catalogue.usual_contexts(SimpleNamespace(config=config)) == lengths
 
 
 def test_budgets_and_layers():

@@ -21,7 +21,8 @@ from topkv_cli.group import topkv
 from topkv_evaluation import DSA_CHECKPOINT
 from topkv_evaluation.eval import choices, tasks
 from topkv_evaluation.eval.cells import Cell, Grid, config_of, run_cells
-from topkv_evaluation.eval.plan import Options, Plan
+from topkv_evaluation.eval.options import Options
+from topkv_evaluation.eval.plan import Plan
 from topkv_evaluation.eval.runs import Run
 from topkv_evaluation.retrieval import ASK_BYTES
 from topkv_testing.integrity import check_integrity

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from topkv_cli.group import topkv
 from topkv_evaluation.eval import page, plot
 from topkv_evaluation.eval.catalogue import Catalogue
-from topkv_evaluation.eval.plan import Options, Plan
+from topkv_evaluation.eval.options import Options
+from topkv_evaluation.eval.plan import Plan
 from topkv_evaluation.eval.results import RESULTS, read_rows
 from topkv_evaluation.loading import load_model
 from topkv_evaluation.tasks.needles import NOISE
@@ -166,7 +167,8 @@ def test_a_run_goes_on_where_it_was_ended(folder, out, tmp_path, monkeypatch):
 
 
 def test_prompts_are_turns_of_the_chat_and_of_the_length(folder):
-    catalogue = Catalogue(load_model(folder), folder, (1024,), 2)
+    options = Options(model=folder, contexts=(1024,), questions=2)
+    catalogue = Catalogue(load_model(folder), options)
     (task,) = catalogue.tasks(["ruler:niah_single_1"])
     tokenizer = catalogue.prompts.tokenizer
     for question in task.questions:
@@ -182,7 +184,7 @@ def test_prompts_are_turns_of_the_chat_and_of_the_length(folder):
     right = [*tokenizer(f" it is {task.questions[0].answers[0]}")["input_ids"]]
     assert task.score(task.questions[0], right) == 1
     assert task.score(task.questions[0], [0, *right]) == 0  # it has ended before
-    plain = Catalogue(load_model(folder), folder, (1024,), 2, chat=False)
+    plain = Catalogue(load_model(folder), replace(options, chat_template=False))
     (task,) = plain.tasks(["ruler:niah_single_1"])
     assert tokenizer.decode(task.contexts[0]).startswith("A special")
 

@@ -16,7 +16,8 @@ from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.eval import plot, tasks
 from topkv_evaluation.eval.catalogue import Catalogue
 from topkv_evaluation.eval.command import evaluate
-from topkv_evaluation.eval.plan import Options, Plan
+from topkv_evaluation.eval.options import Options
+from topkv_evaluation.eval.plan import Plan
 from topkv_evaluation.loading import load_model
 from topkv_evaluation.tasks import own, ruler, splits
 from topkv_evaluation.tasks.near_keys import LETTERS, near
@@ -37,7 +38,7 @@ def generator_of(word):
 @pytest.fixture(scope="module")
 def catalogue():
     def make(**options):
-        return Catalogue(load_model(CHECKPOINT), CHECKPOINT, (2048,), 3, **options)
+        return Catalogue(load_model(CHECKPOINT), Options(contexts=(2048,), questions=3, **options))
 
     return make
 
@@ -65,7 +66,7 @@ def test_tuning_keeps_the_seeds_that_results_are_known_by():
 
 
 def test_no_default_reads_the_reporting_split():
-    assert Options().split == Catalogue(None, CHECKPOINT, (), 0).split == splits.TUNING
+    assert Options().split == splits.TUNING
     defaults = {parameter.name: parameter.default for parameter in evaluate.params}
     assert defaults["split"] == splits.TUNING
     assert tasks.text_task.__defaults__ == (0, splits.TUNING)
@@ -208,7 +209,8 @@ def test_a_needle_without_depth_is_rulers():
 
 def test_a_sweep_is_a_task_for_each_depth_and_length(catalogue):
     model, prompts = load_model(CHECKPOINT), (1024, 2048)
-    made = Catalogue(model, CHECKPOINT, prompts, 2, depths=(0, 100)).tasks(["near_keys"])
+    options = Options(contexts=prompts, questions=2, depths=(0, 100))
+    made = Catalogue(model, options).tasks(["near_keys"])
     assert [(t.about["length"], t.about["depth"]) for t in made] == [
         (1024, 0), (1024, 100), (2048, 0), (2048, 100)
     ]  # fmt: skip

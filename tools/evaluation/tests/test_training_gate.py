@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import topkv
-from topkv_evaluation.eval.plan import Options, Plan
+from topkv_evaluation.eval.options import Options
+from topkv_evaluation.eval.plan import Plan
 
 pytestmark = pytest.mark.nightly
 

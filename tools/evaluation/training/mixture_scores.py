@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from topkv_evaluation.eval.catalogue import Catalogue
+from topkv_evaluation.eval.options import Options
 from topkv_evaluation.eval.tasks import Question, Task
 from topkv_evaluation.tasks.ruler import MADE
 from topkv_evaluation.tasks.splits import TUNING
@@ -62,7 +63,8 @@ def scores(
         questions: questions of each task and length.
     """
     rows = []
-    catalogue = Catalogue(model, folder, lengths, questions, per_context=questions)
+    options = Options(model=folder, contexts=lengths, questions=questions, per_context=questions)
+    catalogue = Catalogue(model, options)
     for word in words:
         for task in catalogue.tasks([word]):
             row = {"task": word, "length": task.about["length"], "questions": questions}

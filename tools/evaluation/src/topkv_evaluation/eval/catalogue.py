@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from topkv.errors import ConfigError
+from topkv_evaluation.eval.options import Options
 from topkv_evaluation.eval.tasks import (
     Task,
     retrieval_task,
@@ -24,10 +25,11 @@ from topkv_evaluation.tasks import own, ruler
 from topkv_evaluation.tasks.documents import read_documents
 from topkv_evaluation.tasks.files import read_file
 from topkv_evaluation.tasks.prompts import Prompts
-from topkv_evaluation.tasks.splits import TUNING, seed_of
+from topkv_evaluation.tasks.splits import seed_of
 from topkv_evaluation.tasks.texts import KINDS
 
 BYTES = 256
+CONTEXT = 4096
 FACTS, TEXT, TEXTS, RULER = "facts", "text", "texts", "ruler"
 KNOWN = (
     "facts, text, texts, texts:KIND, ruler, ruler:NAME, ruler:qa_1:FILE, ruler:qa_2:FILE, "
@@ -37,39 +39,17 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Makes tasks for a model.
-
-    Attributes:
-        model: the model, not attached.
-        folder: folder of its tokenizer, which is loaded only where a task needs it.
-        lengths: tokens of contexts that are made; files bring their own.
-        questions: most questions of each task and length.
-        per_context: planted facts of a context.
-        seed: seed of all draws, below ``splits.MOST``.
-        split: split of the questions, which changes what the seed gives; files have none.
-        depths: places of the asked needles in percent; None for where the task puts them.
-        chat: True if a chat template is used where the tokenizer has one.
-        scoring: replaces the scoring of a file's format; None keeps it.
-        trust_remote_code: True if Python code of the tokenizer may run.
-    """
+    """Makes tasks for a model, which is not attached, by the options of the command."""
 
     model: PreTrainedModel
-    folder: Path
-    lengths: Sequence[int]
-    questions: int
-    per_context: int = 25
-    seed: int = 0
-    split: str = TUNING
-    depths: Sequence[int] | None = None
-    chat: bool = True
-    scoring: str | None = None
-    trust_remote_code: bool = False
+    options: Options
 
     @cached_property
     def prompts(self) -> Prompts:
         """Prompts of the model's tokenizer."""
-        tokenizer = load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code)
-        return Prompts.of(tokenizer, self.chat)
+        trust = self.options.trust_remote_code
+        tokenizer = load_tokenizer(self.options.folder, trust_remote_code=trust)
+        return Prompts.of(tokenizer, self.options.chat_template)
 
     @cached_property
     def stop(self) -> frozenset[int]:
@@ -88,34 +68,31 @@ class Catalogue:
         return [task for word in words for task in self._of(word)]
 
     def _of(self, word: str) -> list[Task]:
+        options = self.options
         if not has_length(word):
-            samples, scoring = read_file(Path(word), self.questions)
-            return [self._task(Path(word).name, samples, self.scoring or scoring)]
-        if self.depths is None:
-            made = [(length, None, self._made(word, length)) for length in self.lengths]
-        else:
-            made = [
-                (length, depth, self._made(word, length, depth))
-                for length in self.lengths
-                for depth in self.depths
-            ]
-        about = {"family": word, "split": self.split}
+            samples, scoring = read_file(Path(word), options.questions)
+            return [self._task(Path(word).name, samples, options.scoring or scoring)]
+        about = {"family": word, "split": options.split}
         return [
-            replace(task, about={**about, "length": length, "depth": depth})
-            for length, depth, task in made
+            replace(
+                self._made(word, length, depth), about={**about, "length": length, "depth": depth}
+            )
+            for length in options.contexts or usual_contexts(self.model)
+            for depth in ((None,) if options.depths is None else options.depths)
         ]
 
     def _made(self, word: str, length: int, depth: int | None = None) -> Task:
         """Make a task of a length."""
+        questions, split = self.options.questions, self.options.split
+        seed = seed_of(split, self.options.seed)
         if word == FACTS:
             self._check_bytes()
-            seed = seed_of(self.split, self.seed)
-            return retrieval_task(length, self.questions, self.per_context, seed)
+            return retrieval_task(length, questions, self.options.per_context, seed)
         if word == TEXT:
-            return text_task(length, self.questions, self.prompts, self.seed, self.split)
+            return text_task(length, questions, self.prompts, self.options.seed, split)
         if word.startswith(f"{TEXTS}:"):
             kind = word.removeprefix(f"{TEXTS}:")
-            return texts_task(kind, length, self.questions, self.prompts, self.split)
+            return texts_task(kind, length, questions, self.prompts, split)
         name, _, file = word.removeprefix(f"{RULER}:").partition(":")
         scoring = own.SCORINGS.get(word) or ruler.scoring_of(name)
         generator: ruler.Generator
@@ -125,8 +102,7 @@ class Catalogue:
             generator = own.OWN.get(word) or (
                 read_documents(name, Path(file)) if file else ruler.MADE[name]
             )
-        seed = ruler.SEED + seed_of(self.split, self.seed)
-        samples = generator(self.prompts.count, length, self.questions, seed)
+        samples = generator(self.prompts.count, length, questions, ruler.SEED + seed)
         where = "" if depth is None else f", depth {depth}%"
         named = word.removesuffix(f":{file}") if file else word
         return self._task(f"{named}, {length} tokens{where}", samples, scoring)
@@ -143,6 +119,14 @@ class Catalogue:
                     f"{self.model.config.vocab_size}; name others with --tasks, such as ruler"
                 ],
             )
+
+
+def usual_contexts(model: PreTrainedModel) -> list[int]:
+    """Return ``CONTEXT`` if the model has positions for it, with questions and answers; else the
+    largest power of two that leaves it as many again."""
+    positions = getattr(model.config, "max_position_embeddings", None) or 2 * CONTEXT
+    fits = positions >= CONTEXT + CONTEXT // 8
+    return [CONTEXT if fits else 1 << (positions // 2).bit_length() - 1]
 
 
 SEVERAL = {

@@ -152,7 +152,8 @@ def evaluate(
     with answering() as stdout:
         console.print("loading torch and the model ...", style="dim")
         from topkv_evaluation.eval import page, plot
-        from topkv_evaluation.eval.plan import Options, Plan
+        from topkv_evaluation.eval.options import Options
+        from topkv_evaluation.eval.plan import Plan
         from topkv_evaluation.eval.results import Results
 
         with quiet_transformers():

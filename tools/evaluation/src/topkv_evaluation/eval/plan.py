@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,8 +12,7 @@ from topkv.config import SparseConfig
 from topkv.errors import ConfigError
 from topkv.plugins import registry
 from topkv_cli.named import require_plugins
-from topkv_evaluation import CHECKPOINT
-from topkv_evaluation.eval import ALGORITHMS, BUDGETS, INDEXED, LEAST_STEPS, QUESTIONS
+from topkv_evaluation.eval import ALGORITHMS, INDEXED, LEAST_STEPS
 from topkv_evaluation.eval.catalogue import BYTES, FACTS, RULER, Catalogue, has_length, read_words
 from topkv_evaluation.eval.cells import Cell, Grid, Row, cells_of, described, run_cells
 from topkv_evaluation.eval.choices import (
@@ -23,48 +21,15 @@ from topkv_evaluation.eval.choices import (
     read_budgets,
     read_dense_layers,
 )
+from topkv_evaluation.eval.options import Options
 from topkv_evaluation.eval.runs import Advance
 from topkv_evaluation.eval.tasks import Task
 from topkv_evaluation.loading import load_served
 from topkv_evaluation.tasks.own import SWEPT
-from topkv_evaluation.tasks.splits import TUNING
 from topkv_transformers.support import shape_of
 
-CONTEXT = 4096
 BATCH = {"cuda": 256}
 CPU_BATCH = 32
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the user; see ``topkv eval --help``. Without algorithms, the model's defaults."""
-
-    algorithms: Sequence[str] = ()
-    model: Path | None = None
-    tasks: Sequence[str] = ()
-    contexts: Sequence[int] = ()
-    budgets: str = BUDGETS
-    questions: int = QUESTIONS
-    per_context: int = 25
-    dense_layers: Sequence[str] = ("none",)
-    backend: str | None = "triton_attention"
-    impl: str | None = None
-    device: str = "cpu"
-    batch: int | None = None
-    seed: int = 0
-    split: str = TUNING
-    depths: Sequence[int] | None = None
-    question: str = "sparse"
-    forced: int = 32
-    chat_template: bool = True
-    scoring: str | None = None
-    trust_remote_code: bool = False
-    dtype: str = "auto"
-
-    @property
-    def folder(self) -> Path:
-        """Directory of the model."""
-        return self.model or CHECKPOINT
 
 
 @dataclass(frozen=True)
@@ -162,14 +127,6 @@ def _check_words(options: Options) -> None:
         read_words(options.tasks)
 
 
-def usual_contexts(model: PreTrainedModel) -> list[int]:
-    """Return ``CONTEXT`` if the model has positions for it, with questions and answers; else the
-    largest power of two that leaves it as many again."""
-    positions = getattr(model.config, "max_position_embeddings", None) or 2 * CONTEXT
-    fits = positions >= CONTEXT + CONTEXT // 8
-    return [CONTEXT if fits else 1 << (positions // 2).bit_length() - 1]
-
-
 def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
     usual = FACTS if model.config.vocab_size == BYTES else RULER
     words = read_words(options.tasks or (usual,))
@@ -186,20 +143,7 @@ def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
                 for word in unswept
             ],
         )
-    catalogue = Catalogue(
-        model=model,
-        folder=options.folder,
-        lengths=options.contexts or usual_contexts(model),
-        questions=options.questions,
-        per_context=options.per_context,
-        seed=options.seed,
-        split=options.split,
-        depths=options.depths,
-        chat=options.chat_template,
-        scoring=options.scoring,
-        trust_remote_code=options.trust_remote_code,
-    )
-    tasks = catalogue.tasks(words)
+    tasks = Catalogue(model, options).tasks(words)
     if options.question == "dense":
         tasks = [task.with_questions_read() for task in tasks]
     return tasks

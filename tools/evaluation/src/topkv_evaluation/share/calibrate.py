@@ -23,6 +23,7 @@ from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.eval import recall
 from topkv_evaluation.eval.batches import read_context
 from topkv_evaluation.eval.catalogue import Catalogue
+from topkv_evaluation.eval.options import Options
 from topkv_evaluation.eval.runs import CHUNK, CPU_CHUNK, Advance
 from topkv_evaluation.loading import load_served, load_tokenizer
 from topkv_evaluation.measured import settings_of
@@ -106,9 +107,14 @@ def _prompts(job: Job, model: PreTrainedModel) -> list[Prompt]:
     if job.text is not None:
         tokenizer = load_tokenizer(job.folder, trust_remote_code=trust)
         return pieces(job.text, tokenizer, job.tokens, job.steps, job.prompts)
-    sizes = {"lengths": [job.tokens], "questions": job.prompts, "per_context": 1}
-    catalogue = Catalogue(model, job.folder, **sizes, trust_remote_code=trust)
-    return questions(catalogue, job.tasks)
+    options = Options(
+        model=job.folder,
+        contexts=(job.tokens,),
+        questions=job.prompts,
+        per_context=1,
+        trust_remote_code=trust,
+    )
+    return questions(Catalogue(model, options), job.tasks)
 
 
 def _settings(job: Job, share: str, room: int) -> SparseConfig:
