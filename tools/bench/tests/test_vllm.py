@@ -8,11 +8,11 @@ import os
 import pytest
 from click.testing import CliRunner
 
-from topkv_bench.vllm_bench import version_of_vllm
 from topkv_cli.group import topkv
+from topkv_vllm.versions import installed
 
 needs_vllm = pytest.mark.skipif(
-    version_of_vllm() is None and not os.environ.get("TOPKV_NEEDS_VLLM"),
+    not installed() and not os.environ.get("TOPKV_NEEDS_VLLM"),
     reason="vLLM is not installed; plugins/vllm/test.sh",
 )
 
@@ -29,7 +29,7 @@ def rows_of(tmp_path, *args):
     shown = json.loads(out.read_text())
     assert shown["options"]["engine"] == "vllm"
     assert shown["model"]["class"] == "LlamaForCausalLM"
-    assert shown["model"]["vllm"] == version_of_vllm()
+    assert shown["model"]["vllm"] in installed().values()
     return shown["rows"]
 
 
@@ -75,7 +75,7 @@ def test_topkv_with_a_stated_drift(tmp_path):
 
 
 def test_what_vllm_cannot_measure_is_refused_together(monkeypatch):
-    monkeypatch.setattr("topkv_bench.vllm_bench.version_of_vllm", lambda: None)
+    monkeypatch.setattr("topkv_vllm.versions.installed", dict)
     tiny = ("bench", "--model", "tiny", "--engine-arg", "tensor_parallel_size=2")
     result = CliRunner().invoke(topkv, tiny)
     assert result.exit_code == 2

