@@ -54,13 +54,6 @@ def _writes(ctx: click.Context, param: click.Parameter, value: str) -> list[str]
 )
 @click.option("--read-gbs", type=Number(0, min_open=True), help="GB/s of the storage.")
 @click.option(
-    "--least-tokens",
-    type=click.IntRange(1),
-    default=256,
-    show_default=True,
-    help="For fewer nobody asks the storage.",
-)
-@click.option(
     "--requests",
     type=click.IntRange(1),
     default=1,
@@ -133,7 +126,7 @@ def _sizes(options: dict[str, Any]) -> list[Any]:
     from topkv_simulate.tiers import Sizes
 
     return [
-        Sizes(host, storage, write, options["least_tokens"])
+        Sizes(host, storage, write)
         for host in options["host_gb"]
         for storage in options["storage_gb"]
         for write in options["write"][: None if storage else 1]
