@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -192,7 +192,7 @@ class Run:
         task, context = self.task, self.task.length
         memory = self.coordinator.memory()
         units = self.moved["hits"] + self.moved["misses"]
-        device, streamed, index = _means(self.read)
+        device, streamed, index = (fmean(each) for each in zip(*self.read, strict=True))
         moved = self.moved["bytes"] / self.moved["tokens"] if self.moved["tokens"] else 0.0
         whole = recall.dense_read(self.coordinator, context, ("resident", "streamed", "sparse"))
         return {
@@ -242,17 +242,10 @@ def scores_of(task: Task, answers: Sequence[Sequence[int]]) -> Row:
 
 def differences_of(compared: Sequence[tuple[int, Compared]]) -> Row:
     """Sum up differences of forced questions by context; of dense attention they are zero."""
-    fields = ("kl", "nll", "nll_change", "agreement")
-    each = [(context, astuple(one)) for context, one in compared]
-    row: Row = {"forced_questions": len(each)}
-    for place, name in enumerate(fields):
-        values = [(context, figures[place]) for context, figures in each]
+    row: Row = {"forced_questions": len(compared)}
+    for name in ("kl", "nll", "nll_change", "agreement"):
+        values = [(context, getattr(each, name)) for context, each in compared]
         row |= spread(name, values)
         if name in PAIRED:
             row[f"{name}_contexts"] = by_context(values)
     return row
-
-
-def _means(each: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    device, streamed, index = (sum(values) / len(each) for values in zip(*each, strict=True))
-    return device, streamed, index
