@@ -318,7 +318,7 @@ def test_what_cannot_be_run_is_refused(tmp_path):
     refused(tiny("--kv-limit", "much", "--context", 128), "--kv-limit")
     refused(tiny("--context", 128, "--set", "backend=none"), "none")
     refused(call("--config", tmp_path / "config.json"), "config.json")
-    refused(tiny("--json", tmp_path / "no" / "x.json"), "cannot be written", "does not; make it")
+    refused(tiny("--json", tmp_path / "no" / "x.json"), "there is no directory", "make it")
     refused(tiny("--plot", tmp_path / "x.doc"), "png")
     refused(tiny("--device", "cuda:77", "--context", 128), "cuda:77")
 

@@ -11,7 +11,15 @@ import click
 from rich.console import Console
 
 from topkv.errors import ConfigError
-from topkv_cli.options import DEVICE, Numbers, answering, device_or_default, quiet_transformers
+from topkv_cli.options import (
+    DEVICE,
+    NewFile,
+    Numbers,
+    Size,
+    answering,
+    device_or_default,
+    quiet_transformers,
+)
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "tiny")
 CONTESTANTS = ("dense", "offloaded", "topkv-resident", "topkv")
@@ -110,7 +118,9 @@ class Pair(click.ParamType):
 @click.option("--steps", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--warmup", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--profile", is_flag=True, help="Profile further steps: where the time goes.")
-@click.option("--kv-limit", help="Bytes on the device, such as 16GiB: how many requests fit?")
+@click.option(
+    "--kv-limit", type=Size(), help="Bytes on the device, such as 16GiB: how many requests fit?"
+)
 @click.option(
     "--prefill-chunk",
     "chunk",
@@ -125,8 +135,8 @@ class Pair(click.ParamType):
 @click.option(
     "--dtype", type=click.Choice(DTYPES), help="bfloat16 on a GPU and float32 on a CPU by default."
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="File.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path, dir_okay=False), help="File.")
+@click.option("--json", "json_file", type=NewFile(), help="File.")
+@click.option("--plot", "plot_file", type=NewFile("topkv-bench"), help="File.")
 def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given: Any) -> None:
     """Decode with random weights: caches on the GPU, offloaded, and topkv.
 
@@ -134,7 +144,8 @@ def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given
     over by one whose drift is stated; the algorithm still runs and costs its time. Every cell is
     one call of generate. Cells that do not fit, or are refused, are rows with the reason.
     """
-    _check(given["model"], given["config_path"], json_file, plot_file)
+    if (given["model"] is None) == (given["config_path"] is None):
+        raise click.UsageError("give the geometry by --model or by --config, one of the two")
     if given["engine_args"] and given["engine"] != "vllm":
         raise click.UsageError("--engine-arg is of --engine vllm")
     with answering() as stdout:
@@ -171,31 +182,11 @@ def _bench(options: Any) -> Any:
     return Bench(options)
 
 
-def _check(
-    model: str | None, config_path: Path | None, json_file: Path | None, plot_file: Path | None
-) -> None:
-    """Refuse options whose mistakes would show only when all is measured."""
-    if (model is None) == (config_path is None):
-        raise click.UsageError("give the geometry by --model or by --config, one of the two")
-    reasons = [
-        f"{file}: expected a directory that exists, {file.parent} does not; make it"
-        for file in (json_file, plot_file)
-        if file is not None and not file.parent.is_dir()
-    ]
-    if plot_file is not None:
-        from topkv_bench.plot import cannot_draw
-
-        reasons += cannot_draw(plot_file)
-    if reasons:
-        raise ConfigError("the results cannot be written", reasons)
-
-
 def _options(
     settings_file: Path | None,
     pairs: tuple[tuple[str, Any], ...],
     device: str | None,
     dtype: str | None,
-    kv_limit: str | None,
     contestants: tuple[str, ...],
     compile: bool,
     engine_args: tuple[tuple[str, Any], ...],
@@ -204,7 +195,7 @@ def _options(
     import torch
 
     from topkv.config import SparseConfig
-    from topkv_bench.runs import Options, limit_of, settings_of
+    from topkv_bench.runs import Options, settings_of
 
     written = SparseConfig.load(settings_file) if settings_file else SparseConfig()
     place = torch.empty(0, device=device_or_default(device)).device  # with its number
@@ -214,7 +205,6 @@ def _options(
         contestants=(*contestants, COMPILED) if compile else contestants,
         device=place,
         dtype=getattr(torch, name),
-        kv_limit=None if kv_limit is None else limit_of(kv_limit),
         engine_args=dict(engine_args),
         **given,
     )

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from topkv_bench.contestants import NAMES
 from topkv_bench.runs import OK
-
-
-def cannot_draw(path: Path) -> list[str]:
-    """Return reasons, if any, why no picture can be written to a path."""
-    if find_spec("matplotlib") is None:
-        return ["--plot needs matplotlib; pip install 'topkv-bench[plot]', or leave it out"]
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    known = sorted(FigureCanvasAgg.get_supported_filetypes())
-    if path.suffix[1:].lower() in known:
-        return []
-    return [f"{path}: expected a name that ends in one of {', '.join(known)}; rename it"]
 
 
 def draw(document: dict[str, Any], path: Path) -> None:

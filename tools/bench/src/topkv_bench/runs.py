@@ -11,7 +11,6 @@ import attrs
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from topkv.checks import byte_size
 from topkv.config import SparseConfig
 from topkv.errors import (
     ConfigError,
@@ -119,19 +118,6 @@ def settings_of(config: SparseConfig, pairs: Mapping[str, Any]) -> SparseConfig:
     if reasons:
         raise ConfigError("the configuration is refused", reasons)
     return settings
-
-
-def limit_of(text: str) -> int:
-    """Return the bytes of a text such as ``16GiB``.
-
-    Raises:
-        ConfigError: the text is no size.
-    """
-    try:
-        size: int = byte_size(text)
-    except ValueError as error:
-        raise ConfigError("--kv-limit is refused", [str(error)]) from error
-    return size
 
 
 def _built(config: PreTrainedConfig, options: Options) -> PreTrainedModel:

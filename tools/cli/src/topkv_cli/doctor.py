@@ -14,13 +14,12 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from topkv.checks import byte_size
 from topkv.plugins import registry
 from topkv.plugins.kinds import kinds
 from topkv_authoring.tested import never_tested
 from topkv_cli import probes
 from topkv_cli.attaching import attaching
-from topkv_cli.options import JSON
+from topkv_cli.options import JSON, Size
 from topkv_cli.plugins import as_dict, failing
 
 
@@ -79,15 +78,8 @@ def _lines(name: str, value: Any, indent: int = 0) -> list[str]:
     return [f"{label}: {'unknown' if value is None else value}"]
 
 
-def _size(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
-    try:
-        return None if value is None else byte_size(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-
-
 @click.command("doctor", short_help="Show what this machine offers.")
-@click.option("--pool", metavar="SIZE", callback=_size, help="Also time a host pool, like 64GiB.")
+@click.option("--pool", type=Size(), help="Also time a host pool, like 64GiB.")
 @click.option(
     "--model",
     metavar="DIR",

@@ -7,18 +7,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from topkv.checks import byte_size
 from topkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from topkv.config import SparseConfig
 
 
-class Numbers(click.ParamType):
+class Numbers(click.ParamType):  # type: ignore[type-arg]
     """Parameter type: whole numbers with commas between them, each once.
 
     Args:
@@ -55,6 +57,45 @@ class Number(click.FloatRange):
         if not math.isfinite(found):
             self.fail(f"{value!r} is not finite.", param, ctx)
         return found
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]
+    """Parameter type: a size such as 16GiB, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        try:
+            return byte_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class NewFile(click.Path):
+    """Parameter type: a file to write, in a directory that exists.
+
+    Args:
+        plot: package whose extra ``plot`` brings matplotlib, where the file is a picture; its
+            ending names the format.
+    """
+
+    def __init__(self, plot: str = "") -> None:
+        super().__init__(path_type=Path, dir_okay=False)
+        self.plot = plot
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"there is no directory {path.parent}; make it first", param, ctx)
+        if self.plot and find_spec("matplotlib") is None:
+            self.fail(f"it needs matplotlib: pip install '{self.plot}[plot]'", param, ctx)
+        if self.plot:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+            known = sorted(FigureCanvasAgg.get_supported_filetypes())
+            if path.suffix[1:].lower() not in known:
+                self.fail(f"expected a name that ends in one of {', '.join(known)}", param, ctx)
+        return path
 
 
 DEVICE = click.option("--device", help="A torch device; by default the GPU if there is one.")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from topkv.errors import ConfigError
 from topkv_cli import options as shared
-from topkv_cli.options import Number, Numbers
+from topkv_cli.options import NewFile, Number, Numbers
 
 
 @click.command("simulate", short_help="Replay recorded selections over buffers and policies.")
@@ -39,7 +37,7 @@ from topkv_cli.options import Number, Numbers
     help="Least share of the selected units that doubling a buffer has to spare, in % for each "
     "selection that it adds.",
 )
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curve.")
+@click.option("--plot", type=NewFile("topkv-simulate"), help="Draw the curve.")
 @shared.JSON
 def simulate(
     trace: Path,
@@ -56,7 +54,6 @@ def simulate(
     Counts are exact: the buffer of the recording is replayed first, and must give the hits and
     misses of the coordinator.
     """
-    plot_can_be_drawn(plot)
     with redirect_stdout(sys.stderr):  # plugins may print
         from topkv_simulate.curve import Curve
         from topkv_simulate.policies import BELADY
@@ -83,12 +80,6 @@ def simulate(
     show(curve, points, best, (link, requests), gain, Console())
 
 
-def plot_can_be_drawn(plot: Path | None) -> None:
-    """Say what to install before anything is replayed."""
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ConfigError("--plot", ["it needs matplotlib: pip install 'topkv-simulate[plot]'"])
-
-
 def _result(curve: Any, points: Any, best: Any, link: Any, gain: float) -> dict[str, Any]:
     from attrs import asdict
 
@@ -105,7 +96,7 @@ def _result(curve: Any, points: Any, best: Any, link: Any, gain: float) -> dict[
 
 
 @click.command("record", short_help="Record what a model selects, for topkv simulate.")
-@click.argument("trace", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("trace", type=NewFile())
 @click.option(
     "--model",
     type=Path,

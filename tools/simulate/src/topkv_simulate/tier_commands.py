@@ -13,8 +13,7 @@ from rich.console import Console
 
 from topkv.checks import MOST_BYTES
 from topkv.errors import ConfigError
-from topkv_cli.options import JSON, Number
-from topkv_simulate.commands import plot_can_be_drawn
+from topkv_cli.options import JSON, NewFile, Number
 
 
 def _gigabytes(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
@@ -81,7 +80,7 @@ def _writes(ctx: click.Context, param: click.Parameter, value: str) -> list[str]
     show_default=True,
     help="% by which the mean first token of the recommended sizes may come after the best.",
 )
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it.")
+@click.option("--plot", type=NewFile("topkv-simulate"), help="Draw it.")
 @JSON
 def tiers(trace: Path, within: float, plot: Path | None, as_json: bool, **options: Any) -> None:
     """Replay the prompts of TRACE over sizes of both tiers below the device.
@@ -91,7 +90,6 @@ def tiers(trace: Path, within: float, plot: Path | None, as_json: bool, **option
     token_ids; and output_length. Found tokens are exact, times are bytes and tokens over the rates
     that are given.
     """
-    plot_can_be_drawn(plot)
     if any(options["storage_gb"]) and options["read_gbs"] is None:
         raise ConfigError("--storage-gb", ["--read-gbs is missing: what does the storage give?"])
     with redirect_stdout(sys.stderr):

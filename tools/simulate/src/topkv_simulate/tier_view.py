@@ -95,9 +95,6 @@ def draw(points: Sequence[TierPoint], best: TierPoint, path: Path) -> None:
         points: points to draw.
         best: the recommended point, which is marked.
         path: of the picture, whose ending names its format; overwritten.
-
-    Raises:
-        ConfigError: no such format.
     """
 
     def on(panel: Any) -> None:

@@ -49,7 +49,9 @@ DEFAULTS = {"algorithm": "quest", "backend": "triton_attention"}
     help="Last tokens of a piece of --text, which are decoded one by one.",
 )
 @shared.CONFIG
-@click.option("--out", type=Path, help="For the configuration with the pattern, as JSON.")
+@click.option(
+    "--out", type=shared.NewFile(), help="For the configuration with the pattern, as JSON."
+)
 @shared.sparse
 @shared.JSON
 def share(
@@ -74,8 +76,6 @@ def share(
     and the effect of its attention, say which pattern loses least for each number of selecting
     layers. By default quest over triton_attention.
     """
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}", ["there is no such directory; make it first"])
     with answering() as stdout:
         click.echo("loading torch and the model ...", err=True)
         from topkv_evaluation.share.calibrate import Job, calibrate
