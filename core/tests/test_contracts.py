@@ -266,5 +266,5 @@ def test_a_flush_is_one_launch_a_group(monkeypatch):
     coordinator.requests.dirty[slot], coordinator.requests.length[slot] = True, 5
     coordinator.flush(slot)
     sparse = [group for group in coordinator.manager.groups if group.residency == "sparse"]
-    assert grids == [(group.lane_heads, len(group.layers)) for group in sparse]
+    assert grids == [(group.lane_heads, len(group.layers), 1) for group in sparse]
     coordinator.close()

@@ -84,7 +84,7 @@ SETUPS = {
     "algorithm": ("AlgorithmSetup", "model group params device topk max_queries"),
     "stage": ("StageSetup", "model group params device max_queries"),
     "backend": ("BackendSetup", "model group device max_batch group_size options max_queries"),
-    "transfer": ("TransferSetup", "store layers eviction"),
+    "transfer": ("TransferSetup", "store layers eviction max_queries"),
     "eviction": ("EvictionSetup", "device"),
     "topk": ("TopKSetup", "rows columns select device"),
     "engine": ("EngineSetup", "registry"),

@@ -132,22 +132,18 @@ class LoadsKeysOnly(
     """A miss brings the keys of an entry and leaves its values."""
 
 
-class OffloadsAUnitLate(
-    reference_with("slot, length // unit - 1, fits)", "slot, length // unit - 2, fits)")
-):
+class OffloadsAUnitLate(reference_with("slot, filled, fits)", "slot, filled - 1, fits)")):
     """The unit before the one that closed goes to the host."""
 
 
-class OffloadsTheUnitThatOpens(
-    reference_with("slot, length // unit - 1, fits)", "slot, length // unit, fits)")
-):
-    """The unit number ``length // unit`` goes to the host, which is the next one."""
+class OffloadsTheUnitThatOpens(reference_with("slot, filled, fits)", "slot, filled + 1, fits)")):
+    """The unit behind the one that closed goes to the host."""
 
 
 class OffloadsWhatDidNotAppend(
     reference_with(
-        "slot >= 0 and length > 0 and step.appended[batch] and length % unit == 0",
-        "slot >= 0 and length > 0 and length % unit == 0",
+        "range((length - int(step.appended[batch])) // unit,",
+        "range((length - 1) // unit,",
     )
 ):
     """Rows that append nothing are offloaded again."""
@@ -251,8 +247,8 @@ class KernelEvictsAHit(
 class KernelOffloadsWhatDidNotAppend(
     kernels_with(
         kernels,
-        "closes = (tl.load(p_appended + batch) != 0) & (length % UNIT == 0)",
-        "closes = length % UNIT == 0",
+        "(length - tl.load(p_appended + batch)) // UNIT",
+        "(length - 1) // UNIT",
     )
 ):
     """The offload kernel moves the units of rows that append nothing."""
@@ -315,7 +311,7 @@ class WrapsFarAddresses(TritonTransfer):
                 )
 
 
-CODED = Capabilities(host_formats=None)
+CODED = Capabilities(host_formats=None, queries=None)
 
 CLEAN = PluginEntry(
     "zero_copy_twin",

@@ -197,7 +197,8 @@ class SparseCoordinator(BetweenForwards):
         """Append the new tokens; return the units that they attend to, loaded. None for all."""
         lanes = path.lanes
         k, v = path.host.round(k, v, lanes.packed)
-        path.transfer.append(path.view, *path.format.pack(k, v, lanes.packed))
+        stored_k, stored_v = path.format.pack(k, v, lanes.packed)
+        path.transfer.append(path.view, stored_k.unsqueeze(1), stored_v.unsqueeze(1))
         if not path.selector:
             return None
         selection = path.selector.select(q, k, v, index)

@@ -76,8 +76,8 @@ class Capabilities:
         dtypes: names of torch dtypes, such as ``"bfloat16"``.
         head_dims: head dims that are supported.
         max_group: largest number of query heads that share one kv-head.
-        queries: most queries of a row, of an algorithm, a stage or a backend; its factory may
-            refuse as many for some models.
+        queries: most queries of a row, of an algorithm, a stage, a backend or a transfer engine,
+            which appends as many tokens; its factory may refuse as many for some models.
         capture: every decode method can be captured in a CUDA graph. ``LoweredConfig.capturable``
             says whether that holds for all plugins of a configuration.
         host_memory: the backend can read pages in mapped host memory.

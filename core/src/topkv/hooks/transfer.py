@@ -8,6 +8,10 @@ Entries on both tiers are alike, unless the entry of the engine states another h
 that arrive are rounded already, what goes to the host is encoded and what comes from there
 decoded, see ``topkv.hooks.host_format``: nothing is lost either way.
 
+A row may append several tokens in a step, up to Q (``StepTensors.appended``): an engine states the
+largest Q that it takes (``Capabilities.queries``) and gets the largest that will come
+(``TransferSetup.max_queries``). The ring has room for all of them behind the open unit.
+
 ``append``, ``plan``, ``load`` and ``offload`` are hot. The others are cold. Every address is 64
 bit. Padded rows (slot -1) touch nothing but their own lanes of the plan.
 """
@@ -36,11 +40,13 @@ class TransferSetup:
         store: every tensor of the group.
         layers: the view of each of its layers, in order, which hooks are called with.
         eviction: the eviction policy.
+        max_queries: most tokens Q that a row appends.
     """
 
     store: GroupStore
     layers: Sequence[LayerView]
     eviction: Eviction
+    max_queries: int = 1
 
 
 class Transfer(Protocol):
@@ -48,12 +54,13 @@ class Transfer(Protocol):
 
     @hookspec
     def append(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        """Write the new token of each decode row: to the ring (sparse layers) or to its page.
+        """Write the new tokens of each decode row: to the ring (sparse layers) or to their pages.
 
         Args:
-            layer: the layer; the token of row b stands at position ``lengths[b] - 1``. Rows with
-                ``appended == 0`` write nothing.
-            k, v: ``[B, Hkv, D]``, last dimension contiguous. A group of one plane stores k alone.
+            layer: the layer; token i of row b stands at position
+                ``lengths[b] - appended[b] + i``. Rows with ``appended == 0`` write nothing.
+            k, v: ``[B, Q, Hkv, D]``, last dimension contiguous, rows at any stride; tokens from
+                ``appended`` on are padding. A group of one plane stores k alone.
         """
 
     @hookspec
@@ -82,6 +89,7 @@ class Transfer(Protocol):
     def offload(self) -> None:
         """Copy every unit that this step filled to the host: all layers, one masked launch.
 
+        A row fills units ``(length - appended) // unit .. length // unit - 1``, none as a rule.
         A lane that is resident gets the unit in LRU slot ``unit`` as well.
         """
 

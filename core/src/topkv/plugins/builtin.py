@@ -16,7 +16,7 @@ def topkv_register_transfers() -> list[PluginEntry]:
                 "reference": "topkv.transfer.reference:ReferenceTransfer",
                 "triton": "topkv.transfer.triton:TritonTransfer",
             },
-            capabilities=Capabilities(host_formats=None),
+            capabilities=Capabilities(host_formats=None, queries=None),
         )
     ]
 

@@ -25,7 +25,7 @@ class ZeroCopyTransfer:
         setup: see ``topkv.hooks.transfer``, where the contracts of all hooks stand.
 
     Attributes:
-        store, layers, eviction: as in the setup.
+        store, layers, eviction, max_queries: as in the setup.
         group: shapes of the group.
         host: form of its entries in the host pool.
         step: the step tensors, the same ones in all of its layers.
@@ -35,7 +35,7 @@ class ZeroCopyTransfer:
     def __init__(self, setup: TransferSetup) -> None:
         self.store = setup.store
         self.layers = setup.layers
-        self.eviction = setup.eviction
+        self.eviction, self.max_queries = setup.eviction, setup.max_queries
         self.group = setup.store.group
         self.host = setup.store.host
         self.step = setup.layers[0].step

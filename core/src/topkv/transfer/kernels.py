@@ -301,10 +301,10 @@ def offload_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy the unit that the step filled from the ring to the host, and to its LRU slot if any.
+    """Copy the units that the step filled from the ring to the host, and to LRU slots if any.
 
-    Grid (lanes, layers). A unit is ROWS rows of D elements. FORCE moves the open unit, filled or
-    not. Strides of host memory in 16 bytes, ``s_buffer_layer`` in rows.
+    Grid (lanes, layers, units that a row may fill). A unit is ROWS rows of D elements. FORCE moves
+    the open unit, filled or not. Strides of host memory in 16 bytes, ``s_buffer_layer`` in rows.
     """
     ALIGNED: tl.constexpr = 128 // p_pool.dtype.element_ty.primitive_bitwidth
     lane = tl.program_id(0).to(tl.int64)
@@ -313,10 +313,12 @@ def offload_kernel(
     head = lane % LANE_HEADS
     slot = tl.load(p_step_slots + batch).to(tl.int64)
     length = tl.load(p_lengths + batch)
-    closes = (tl.load(p_appended + batch) != 0) & (length % UNIT == 0)
+    unit = (length - tl.load(p_appended + batch)) // UNIT + tl.program_id(2)
+    closes = unit < length // UNIT
+    if FORCE:
+        unit = (length - 1) // UNIT
     if (slot >= 0) & (length > 0) & (closes | FORCE):
         lane_row = slot * LANE_HEADS + head
-        unit = (length - 1) // UNIT
         fits = (tl.load(p_resident + batch) != 0) & ((tl.load(p_high + batch) - 1) // UNIT <= C)
         p_map = p_unit_slot + layer * s_map_layer + lane_row * max_units + unit
         place = tl.load(p_map)

@@ -24,11 +24,14 @@ class ReferenceTransfer(ZeroCopyTransfer):
         entries_of = self._ring_entries if self.sparse else self._host_entries
         for batch in range(step.batch):
             slot, length = int(step.slots[batch]), int(step.lengths[batch])
-            if slot < 0 or not step.appended[batch]:
+            if slot < 0:
                 continue
-            unit, offset = divmod(length - 1, self.group.unit)
-            for plane, rows in zip(entries_of(layer, slot, unit).unbind(2), (k, v), strict=False):
-                plane[:, :, offset] = rows[batch].unflatten(0, plane.shape[:2])
+            new = int(step.appended[batch])
+            for nth in range(new):
+                unit, offset = divmod(length - new + nth, self.group.unit)
+                planes = entries_of(layer, slot, unit).unbind(2)
+                for plane, rows in zip(planes, (k, v), strict=False):
+                    plane[:, :, offset] = rows[batch, nth].unflatten(0, plane.shape[:2])
 
     @hookimpl
     def plan(self, layer: LayerView, ids: Tensor, limit: Tensor, out: Plan) -> None:
@@ -119,9 +122,11 @@ class ReferenceTransfer(ZeroCopyTransfer):
         step, unit = self.step, self.group.unit
         for batch in range(step.batch):
             slot, length = int(step.slots[batch]), int(step.lengths[batch])
-            if slot >= 0 and length > 0 and step.appended[batch] and length % unit == 0:
-                fits = self.fits(int(step.high[batch]), bool(step.resident[batch]))
-                self._write_back(slot, length // unit - 1, fits)
+            if slot < 0 or length == 0:
+                continue
+            fits = self.fits(int(step.high[batch]), bool(step.resident[batch]))
+            for filled in range((length - int(step.appended[batch])) // unit, length // unit):
+                self._write_back(slot, filled, fits)
 
     @hookimpl
     def flush(self, slot: int, length: int, high: int, resident: bool) -> None:

@@ -16,8 +16,10 @@ def append_kernel(
     p_lengths,
     p_appended,
     s_k,
+    s_k_token,
     s_k_head,
     s_v,
+    s_v_token,
     s_v_head,
     s_page,
     s_head,
@@ -34,12 +36,15 @@ def append_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Append the new token to the ring (RING) or its page. Grid (B, Hkv). Strides in elements."""
+    """Append new tokens to the ring (RING) or their pages. Grid (B, Hkv, Q). Strides in
+    elements."""
     batch = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
+    nth = tl.program_id(2).to(tl.int64)
     slot = tl.load(p_step_slots + batch).to(tl.int64)
-    if (slot >= 0) & (tl.load(p_appended + batch) != 0):
-        position = tl.load(p_lengths + batch).to(tl.int64) - 1
+    appended = tl.load(p_appended + batch)
+    if (slot >= 0) & (nth < appended):
+        position = tl.load(p_lengths + batch).to(tl.int64) - appended + nth
         unit = position // UNIT
         lane_head = kv_head // HEADS_PER_LANE
         if RING:
@@ -50,10 +55,10 @@ def append_kernel(
             entry = page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit
         entry += (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
         d = tl.arange(0, BLOCK_D)
-        k = tl.load(p_k + batch * s_k + kv_head * s_k_head + d, d < D)
+        k = tl.load(p_k + batch * s_k + nth * s_k_token + kv_head * s_k_head + d, d < D)
         tl.store(p_target + entry + d, k, d < D)
         if PLANES == 2:
-            v = tl.load(p_v + batch * s_v + kv_head * s_v_head + d, d < D)
+            v = tl.load(p_v + batch * s_v + nth * s_v_token + kv_head * s_v_head + d, d < D)
             tl.store(p_target + entry + UNIT * D + d, v, d < D)
 
 

@@ -167,7 +167,7 @@ class TritonTransfer(ZeroCopyTransfer):
     @hookimpl
     def append(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         group, step, memory = self.group, layer.step, self.memory[layer.index]
-        token_kernels.append_kernel[(step.batch, group.num_kv_heads)](
+        token_kernels.append_kernel[(step.batch, group.num_kv_heads, k.shape[1])](
             k,
             v,
             memory.buffer if self.sparse else memory.host,
@@ -176,9 +176,11 @@ class TritonTransfer(ZeroCopyTransfer):
             step.lengths,
             step.appended,
             s_k=k.stride(0),
-            s_k_head=k.stride(1),
+            s_k_token=k.stride(1),
+            s_k_head=k.stride(2),
             s_v=v.stride(0),
-            s_v_head=v.stride(1),
+            s_v_token=v.stride(1),
+            s_v_head=v.stride(2),
             max_pages=step.page_table.shape[1],
             RING=self.sparse,
             LANE_HEADS=group.lane_heads,
@@ -266,7 +268,8 @@ class TritonTransfer(ZeroCopyTransfer):
     def _write_back(self, step: StepTensors, force: bool) -> None:
         """Copy what a step filled, or its open units if ``force``, from the ring to the host."""
         group, store = self.group, self.store
-        kernels.offload_kernel[(step.batch * group.lane_heads, len(group.layers))](
+        units = 1 if force else 1 + (self.max_queries - 1) // group.unit
+        kernels.offload_kernel[(step.batch * group.lane_heads, len(group.layers), units)](
             self.memory[0].host_words,
             self.all_buffer_words,
             step.page_table,

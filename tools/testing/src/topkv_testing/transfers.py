@@ -28,9 +28,10 @@ from topkv_testing.transfer.cases import bench_of
 from topkv_testing.transfer.gpu import check_captured, check_far_addresses
 from topkv_testing.transfer.moves import MoveTests
 from topkv_testing.transfer.plans import PlanTests
+from topkv_testing.transfer.queries import SeveralTests
 
 
-class TransferTests(PlanTests, MoveTests):
+class TransferTests(PlanTests, MoveTests, SeveralTests):
     """Every test of a transfer engine. Outputs follow from the contract, ``topkv.hooks.transfer``,
     alone, so the comparison is exact."""
 
@@ -50,7 +51,7 @@ class TransferTests(PlanTests, MoveTests):
         bench.put([Row(1, 20, 20, appended=True), Row()])
         lanes = 2 * bench.group.lane_heads
         ids = torch.arange(4, dtype=torch.int32).expand(lanes, 4).contiguous()
-        k = torch.ones((2, bench.group.num_kv_heads, bench.group.head_dim))
+        k = torch.ones((2, 1, bench.group.num_kv_heads, bench.group.head_dim))
         with no_host_reads():
             bench.engine.append(bench.views[0], k, k)
             bench.engine.plan(bench.views[0], ids, bench.limit, bench.plan)

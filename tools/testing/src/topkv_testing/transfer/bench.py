@@ -37,15 +37,21 @@ class Row:
         length: tokens, those of this step included.
         high: the largest length that the ring has seen.
         appended, resident: as in ``StepTensors``.
-        limit: selectable units; the closed ones where None.
+        limit: selectable units; those behind which the row's new tokens stand where None.
     """
 
     slot: int = -1
     length: int = 0
     high: int = 0
-    appended: bool = False
+    appended: int = 0
     resident: bool = False
     limit: int | None = None
+
+    def selectable(self, unit: int) -> int:
+        """``limit``, or what holds where it is None."""
+        if self.limit is not None:
+            return self.limit
+        return max(0, (self.length - max(self.appended, 1)) // unit)
 
 
 def group_shape(
@@ -112,6 +118,7 @@ class TransferBench:
         impl: ``"reference"`` or ``"triton"``.
         seed: of page table and bytes.
         pool: uint8 memory to take for the host pool, at least as large as it needs.
+        max_queries: most tokens that a row appends.
     """
 
     def __init__(
@@ -122,6 +129,7 @@ class TransferBench:
         impl: str,
         seed: int = 0,
         pool: Tensor | None = None,
+        max_queries: int = 1,
     ) -> None:
         self.group, self.device = group, device
         self.generator = torch.Generator().manual_seed(seed)
@@ -145,7 +153,7 @@ class TransferBench:
             for index, layer in enumerate(group.layers)
         ]
         policy: Any = LeastRecentlyUsed(EvictionSetup(device))
-        self.engine = make(TransferSetup(self.store, self.views, policy), impl)
+        self.engine = make(TransferSetup(self.store, self.views, policy, max_queries), impl)
         lanes = group.max_requests * group.lane_heads
         wide, flat = (lanes, max(1, group.select)), (lanes,)
         self._plan = {
@@ -191,7 +199,7 @@ class TransferBench:
                 row.high,
                 row.appended,
                 row.resident,
-                max(0, (row.length - 1) // unit) if row.limit is None else row.limit,
+                row.selectable(unit),
             )
             for row in rows
         ]

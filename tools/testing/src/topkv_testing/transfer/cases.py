@@ -16,11 +16,12 @@ from topkv_testing.transfer.token_cache import TokenCache
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def bench_of(subject: Subject, seed: int = 0, **shape: Any) -> Any:
+def bench_of(subject: Subject, seed: int = 0, max_queries: int = 1, **shape: Any) -> Any:
     """A bench with the engine under test; ``shape`` as in ``group_shape``."""
     return TransferBench(
         *(subject.make, group_shape(**shape), subject.tier.device, subject.tier.impl),
         seed=seed,
+        max_queries=max_queries,
     )
 
 

@@ -83,7 +83,7 @@ def _use_far_end(bench: TransferBench) -> None:
     ring = group.buffer_slots + 5 % group.ring_slots
     store.buffer[0, last, ring].copy_(true[5])
     bench.put([Row(last, 384, 384, appended=True)])
-    engine.append(view, tokens[400:401, :, 0].contiguous(), tokens[400:401, :, 1].contiguous())
+    engine.append(view, *(plane.contiguous() for plane in tokens[None, 400:401].unbind(3)))
     engine.offload()
     torch.cuda.synchronize()
     expected = true[5].clone()
@@ -116,7 +116,7 @@ def check_captured(subject: Subject, host_format: str = "model") -> None:
     args = (subject.make, group, subject.tier.device, subject.tier.impl)
     eager, captured = TransferBench(*args, seed=3), TransferBench(*args, seed=3)
     ids = torch.zeros((2, 5 * group.lane_heads, 5), dtype=torch.int32, device=eager.device)
-    k = torch.zeros((5, group.num_kv_heads, 8), dtype=torch.bfloat16, device=eager.device)
+    k = torch.zeros((5, 1, group.num_kv_heads, 8), dtype=torch.bfloat16, device=eager.device)
 
     def step_of(bench: TransferBench) -> None:
         for index, view in enumerate(bench.views):

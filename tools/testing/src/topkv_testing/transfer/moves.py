@@ -241,8 +241,8 @@ def check_append(bench: TransferBench, slots: list[int], states: list[tuple[int,
     group, store = bench.group, bench.store
     heads, dim = group.num_kv_heads, group.head_dim
     # Rows and heads stand apart, as in slices of a fused projection.
-    fused = random_tokens((len(slots), heads, 2 * dim + 4), group.dtype, bench.generator)
-    k, v = fused[:, :, :dim], fused[:, :, dim : 2 * dim]
+    fused = random_tokens((len(slots), 1, heads, 2 * dim + 4), group.dtype, bench.generator)
+    k, v = fused[..., :dim], fused[..., dim : 2 * dim]
     buffer, entries = store.buffer.clone(), store.entries.clone()
     for batch, (slot, (length, appended)) in enumerate(zip(slots, states, strict=True)):
         if slot < 0 or not appended:
@@ -257,9 +257,9 @@ def check_append(bench: TransferBench, slots: list[int], states: list[tuple[int,
                 page, within = divmod(bench.host_id(slot, unit), group.units_per_page)
                 target = entries[page, 1, lane, within, inner]
             for plane, rows in zip(range(group.planes), (k, v), strict=False):
-                target[plane, offset] = rows[batch, head].to(target.device)
+                target[plane, offset] = rows[batch, 0, head].to(target.device)
     fused = fused.to(bench.device)
-    bench.engine.append(bench.views[1], fused[:, :, :dim], fused[:, :, dim : 2 * dim])
+    bench.engine.append(bench.views[1], fused[..., :dim], fused[..., dim : 2 * dim])
     bench.finish()
     assert torch.equal(raw(store.buffer), raw(buffer)), "the device buffer after append"
     assert torch.equal(raw(store.entries), raw(entries)), "the pages after append"

@@ -104,7 +104,7 @@ class PlanTests(KitTests):
             bench.put([Row(appended=True, resident=True, limit=9)] * batch)
             with bench.touching():
                 plan = bench.run(1, [[0, 1, 2, 3]] * (2 * batch))
-                k = torch.ones((batch, 2, 4), device=bench.device)
+                k = torch.ones((batch, 1, 2, 4), device=bench.device)
                 bench.engine.append(bench.views[0], k, k)
                 bench.engine.offload()
             for name, values in plan.items():

@@ -127,34 +127,51 @@ class TokenCache:
         self._hold(slot, range(first, last + 1))
 
     def decode(
-        self, slots: Sequence[int], ids: Ids | None = None, appends: Sequence[bool] | None = None
+        self,
+        slots: Sequence[int],
+        ids: Ids | None = None,
+        appends: Sequence[int] | None = None,
+        queries: int = 1,
     ) -> None:
-        """One step of some requests, -1 for padded rows: append, plan, load, offload."""
+        """One step of some requests, -1 for padded rows: append, plan, load, offload.
+
+        Args:
+            slots: of the rows.
+            ids: that each layer selects; None where nothing is planned.
+            appends: tokens that each row appends, at most ``queries``; one each if None.
+            queries: tokens of a row, those behind what it appends being padding.
+        """
         bench, live = self.bench, [slot for slot in slots if slot >= 0]
-        new = self.new_tokens(len(slots))
-        rows = []
-        for index, slot in enumerate(slots):
-            appended = slot >= 0 and (appends is None or appends[index])
-            rows.append(self._advance(slot, new[:, index : index + 1], appended))
+        new = self.new_tokens(len(slots) * queries).unflatten(1, (len(slots), queries))
+        counts = [1] * len(slots) if appends is None else [int(count) for count in appends]
+        rows = [
+            self._advance(slot, new[:, index, : counts[index]]) for index, slot in enumerate(slots)
+        ]
         bench.put(rows)
         for layer in self.layers:
             with bench.touching(live, [layer]):
-                bench.engine.append(bench.views[layer], *self._halves(new[layer]))
+                k, v = self._halves(new[layer].flatten(0, 1))
+                shape = (len(slots), queries)
+                bench.engine.append(
+                    bench.views[layer], k.unflatten(0, shape), v.unflatten(0, shape)
+                )
                 if ids is not None:
                     self.select(layer, rows, ids[layer])
-        closing = [r.slot for r in rows if r.appended and r.length % self.group.unit == 0]
+        unit = self.group.unit
+        filled = {r.slot: range((r.length - r.appended) // unit, r.length // unit) for r in rows}
+        closing = [slot for slot, units in filled.items() if units]
         with bench.touching(closing, pages_of=closing):
             bench.engine.offload()
         for slot in closing:
-            self.requests[slot].on_host = self.requests[slot].length
-            self._hold(slot, [self.requests[slot].length // self.group.unit - 1])
+            self.requests[slot].on_host = filled[slot].stop * unit
+            self._hold(slot, filled[slot])
 
-    def _advance(self, slot: int, token: Tensor, appended: bool) -> Row:
+    def _advance(self, slot: int, tokens: Tensor) -> Row:
         if slot < 0:
             return Row()
-        request = self.requests[slot]
+        request, appended = self.requests[slot], tokens.shape[1]
         if appended:
-            request.tokens = torch.cat([request.tokens, token], 1)
+            request.tokens = torch.cat([request.tokens, tokens], 1)
             request.high = max(request.high, request.length)
             request.dirty = True
         return Row(slot, request.length, request.high, appended, request.resident)
@@ -180,7 +197,7 @@ class TokenCache:
         misses: list[tuple[int, int]] = []
         places: list[int] = []
         if slot >= 0:
-            limit = max(0, (row.length - 1) // group.unit) if row.limit is None else row.limit
+            limit = row.selectable(group.unit)
             low, where = self.low(row.high), (layer, slot * group.lane_heads + head)
             lane = self.lanes[where]
             if self.fits(self.requests[slot]):
