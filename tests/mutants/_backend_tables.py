@@ -35,6 +35,18 @@ class TailAtK(TritonAttention):
                 table[lane, -1] = tail
 
 
+class OneUnitOfSeveral(TritonAttention):
+    """The tail alone stands behind the selection, of all units that several queries are in."""
+
+    @hookimpl
+    def adapt_page_table(self, layer, plan, tables):
+        columns = plan.slots.shape[1] + 1
+        tables.table[:, columns:] = 0
+        super().adapt_page_table(
+            layer, plan, evolve(tables, table=tables.table[:, :columns], queries=None)
+        )
+
+
 class NewestTokenForgotten(TritonAttention):
     """``lengths`` ends before the token that this step appends."""
 

@@ -34,6 +34,7 @@ from tests.mutants._backend_tables import (
     HostIdsInTheTable,
     NegativeBehindTheLastColumn,
     NewestTokenForgotten,
+    OneUnitOfSeveral,
     PaddingKeepsItsLength,
     RowsWithoutTheRing,
     TailAlwaysAppended,
@@ -157,6 +158,7 @@ def _mutant(broken, test, clean=TRITON, tiers=_BOTH):
 
 MUTANTS = [
     _mutant(TailAtK, "test_table_follows_the_formula"),
+    _mutant(OneUnitOfSeveral, "test_table_ends_with_the_units_of_all_queries"),
     _mutant(NewestTokenForgotten, "test_adapted_table_attends_to_selection_and_tail"),
     _mutant(HeadMajorRows, "test_table_follows_the_formula"),
     _mutant(RowsWithoutTheRing, "test_adapted_table_attends_to_selection_and_tail"),

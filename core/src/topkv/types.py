@@ -308,8 +308,9 @@ class Tables:
     """Page table and lengths of a step. Owned by the core, one per group, reused by its layers.
 
     Attributes:
-        table: int32 ``[N, W]``; K + 1 columns where the core appends the tail, K where the newest
-            token competes, all pages of a request in dense layers.
+        table: int32 ``[N, W]``; all pages of a request in dense layers. Else K columns, and one
+            for each unit that the newest tokens of a row can be in: 1 where Q is 1, none where
+            the newest token competes then, and ``1 + ceil((Q - 1) / unit)`` of several queries.
         lengths: int32 ``[N]`` attended tokens.
         queries: int32 ``[B]`` queries of each row, 1 to Q; None where Q is 1. Of a row's list of
             ``lengths[n]`` tokens its query i sees all but the newest ``queries - 1 - i``.

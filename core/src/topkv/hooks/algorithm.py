@@ -224,9 +224,9 @@ class Algorithm(Protocol):
 
         Args:
             layer: the layer. Selectable are closed units ``0 .. (length - 1) // unit - 1`` of each
-                row (``0 .. length - 1`` where the tail is selectable); of a row that appends
-                several tokens ``0 .. (length - appended) // unit - 1``, for the others are
-                attended anyway.
+                row (``0 .. length - 1`` where the tail is selectable). Where rows have several
+                queries, Q > 1, they are ``0 .. (length - max(appended, 1)) // unit - 1`` in any
+                case, for the others are attended anyway.
             q: ``[B, Q, H, D]`` post-RoPE queries.
             weights: fp32 ``[B, Q, H^I]`` of a model whose indexer has weights, else None.
             out: memory for the selection, owned by the core: ``ids`` int32 ``[N, K]``, and
@@ -253,7 +253,7 @@ class Algorithm(Protocol):
             layer: the layer.
             q: ``[B, Q, H, D]`` post-RoPE queries.
             selection: as the last of algorithm and stages left it, only read. Attended are its
-                closed units, and the open one.
+                units, and those that stand behind the selectable ones: the open one as a rule.
             out: ``[B, Q, H, Dv]`` in the dtype of q, rows at any stride: the attention output.
                 Where nothing was left out, and in padded rows, it stays as it is, to the bit.
             lse: fp32 ``[B, Q, H]``, contiguous: its natural log-sum-exp, -inf in padded rows.

@@ -62,18 +62,20 @@ class Backend(Protocol):
 
         For lane n of slot s and head h, with ``lane_row = s * lane_heads + h``:
         ``table[n, i] = lane_row * (C + T) + plan.slots[n, i]`` for ``i < count``, where only
-        ``count`` says which slots are used; the tail unit ``u = (length - 1) // unit`` goes to
-        ``table[n, count]`` as ``lane_row * (C + T) + C + u % T``;
-        ``lengths[n] = count * unit + (length - 1) % unit + 1``. Padded rows get length 0. Where
-        the tail is selectable (``table`` has K columns) nothing is appended.
+        ``count`` says which slots are used. Behind them stand the units that the newest tokens of
+        the row are in, one for each of its ``queries`` (1 where ``tables.queries`` is None):
+        ``u = (length - queries) // unit .. (length - 1) // unit``, in order, as
+        ``lane_row * (C + T) + C + u % T``; mostly the tail unit alone. With the first of them
+        ``lengths[n] = count * unit + length - first * unit``. Padded rows get length 0. Where
+        the tail is selectable and Q is 1 (``table`` has K columns) nothing is appended.
 
         Args:
             layer: the layer.
             plan: the plan; ``plan.slots`` is compacted.
-            tables: to be filled: ``table`` int32 ``[N, K + 1]`` (or ``[N, K]``), where columns
-                behind the last used one become 0, and ``lengths`` int32 ``[N]``. Both are the
-                core's. What the backend's library wants along with them it may leave in
-                ``attached``, for ``attend`` of the same step.
+            tables: to be filled: ``table`` int32 ``[N, W]``, see ``topkv.types.Tables``, where
+                columns behind the last used one become 0, and ``lengths`` int32 ``[N]``. Both are
+                the core's, and ``queries`` is only read. What the backend's library wants along
+                with them it may leave in ``attached``, for ``attend`` of the same step.
         """
 
     @hookspec

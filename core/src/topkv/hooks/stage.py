@@ -127,7 +127,7 @@ class Stage(Protocol):
     @optional
     @hookspec
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        """Follow the token that each decode row appended. Hot.
+        """Follow the tokens that each decode row appended. Hot.
 
         Called behind the algorithm's, with the same ``k`` and ``v``: see ``Algorithm.update``.
         """

@@ -36,10 +36,11 @@ def adapt_page_table(
         listing: written along with the table, if it is given.
 
     Raises:
-        ValueError: the table has neither K nor K + 1 columns, or ``listing`` has no room for it.
+        ValueError: the table has other columns than ``topkv.types.Tables`` says, or ``listing``
+            has no room for it.
     """
-    table, lengths = tables.table, tables.lengths
-    tail = _has_tail(table, plan)
+    table = tables.table
+    _check_columns(tables, plan)
     if listing is not None:
         rows, columns = listing.ids.shape
         if rows != len(table) or columns < table.shape[1]:
@@ -48,34 +49,30 @@ def adapt_page_table(
                 f"{table.shape[1]}], got {[rows, columns]}"
             )
     if impl == "reference":
-        _adapt(layer, plan, table, lengths, tail, listing)
+        _adapt(layer, plan, tables, listing)
         return
     from topkv_authoring import page_table_kernels
 
-    page_table_kernels.adapt(layer, plan, table, lengths, tail, listing)
+    page_table_kernels.adapt(layer, plan, tables, listing)
 
 
-def _has_tail(table: Tensor, plan: Plan) -> bool:
-    """Return True if ``table`` has a column for the tail unit beside the K of the plan."""
-    extra = table.shape[1] - plan.slots.shape[1]
-    if extra not in (0, 1):
+def _check_columns(tables: Tables, plan: Plan) -> None:
+    """Refuse a table without columns for the units of the newest tokens beside the K of the plan;
+    of one query a row it may lack one."""
+    columns, selected = tables.table.shape[1], plan.slots.shape[1]
+    fewest, most = (0, 1) if tables.queries is None else (1, columns)
+    if not fewest <= columns - selected <= most:
+        expected = "K or K + 1" if tables.queries is None else "more than K"
         raise ValueError(
-            f"adapt_page_table: expected a table of K or K + 1 columns with K = "
-            f"{plan.slots.shape[1]}, got {table.shape[1]}"
+            f"adapt_page_table: expected a table of {expected} columns with K = {selected}, got "
+            f"{columns}"
         )
-    return extra == 1
 
 
-def _adapt(
-    layer: LayerView,
-    plan: Plan,
-    table: Tensor,
-    lengths: Tensor,
-    tail: bool,
-    listing: Listing | None,
-) -> None:
+def _adapt(layer: LayerView, plan: Plan, tables: Tables, listing: Listing | None) -> None:
     """The reference, for all lanes at once."""
-    group = layer.group
+    group, table = layer.group, tables.table
+    extra = table.shape[1] - plan.slots.shape[1]
     slot = layer.step.slots.repeat_interleave(group.lane_heads)
     length = layer.step.lengths.repeat_interleave(group.lane_heads)
     head = torch.arange(group.lane_heads, device=table.device).repeat(layer.step.batch)
@@ -83,19 +80,23 @@ def _adapt(
     live = (slot >= 0) & (length > 0)
     count = plan.count.where(live, 0)
     column = torch.arange(table.shape[1], device=table.device)
-    ids = start + torch.nn.functional.pad(plan.slots, (0, int(tail)))
-    ids = ids.where(column < count[:, None], 0)
+    ids = start + torch.nn.functional.pad(plan.slots, (0, extra))
+    used = column < count[:, None]
+    ids = ids.where(used, 0)
     tokens = count * group.unit
-    if tail:
-        newest = (length - 1).clamp_min(0)
-        ring = group.buffer_slots + newest // group.unit % group.ring_slots
-        at = (column == count[:, None]) & live[:, None]
-        ids = torch.where(at, start + ring[:, None], ids)
-        tokens = (tokens + newest % group.unit + 1).where(live, 0)
+    if extra:
+        queries = 1 if tables.queries is None else tables.queries
+        first = (layer.step.lengths - queries).clamp_min(0) // group.unit
+        first = first.repeat_interleave(group.lane_heads)
+        unit = first[:, None] + column - count[:, None]
+        newest = ((length - 1).clamp_min(0) // group.unit)[:, None]
+        at = (column >= count[:, None]) & (unit <= newest) & live[:, None]
+        ring = group.buffer_slots + unit % group.ring_slots
+        ids, used = torch.where(at, start + ring, ids), used | at
+        tokens = (tokens + length - first * group.unit).where(live, 0)
     table.copy_(ids)
-    lengths.copy_(tokens)
+    tables.lengths.copy_(tokens)
     if listing is not None:
-        used = column < (count + (live if tail else 0))[:, None]
         listing.ids.fill_(listing.behind)
         listing.ids[:, : table.shape[1]] = torch.where(used, table, listing.behind)
         if listing.last is not None:

@@ -5,23 +5,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from topkv.types import LayerView, Plan
+from topkv.types import LayerView, Plan, Tables
 from topkv_authoring.page_table import Listing
 
 MAX_BLOCK = 1024
 
 
-def adapt(
-    layer: LayerView,
-    plan: Plan,
-    table: Tensor,
-    lengths: Tensor,
-    tail: bool,
-    listing: Listing | None,
-) -> None:
-    """Launches. ``tail`` says that the table has a column for the tail unit."""
+def adapt(layer: LayerView, plan: Plan, tables: Tables, listing: Listing | None) -> None:
+    """Launches."""
+    table, lengths, queries = tables.table, tables.lengths, tables.queries
     group, (lanes, width) = layer.group, table.shape
     if not lanes:
         return
@@ -29,14 +22,16 @@ def adapt(
     columns = other.ids.shape[1]
     block = min(MAX_BLOCK, triton.next_power_of_2(columns))
     adapt_kernel[(lanes, triton.cdiv(columns, block))](
-        *(plan.slots, plan.count, layer.step.slots, layer.step.lengths, table, lengths),
+        *(plan.slots, plan.count, layer.step.slots, layer.step.lengths),
+        *(layer.step.lengths if queries is None else queries, table, lengths),
         *(other.ids, lengths if other.last is None else other.last, width, columns),
         *(plan.slots.stride(0), table.stride(0), other.ids.stride(0)),
         LANE_HEADS=group.lane_heads,
         UNIT=group.unit,
         BUFFER=group.buffer_slots,
         RING=group.ring_slots,
-        TAIL=tail,
+        TAIL=width > plan.slots.shape[1],
+        SEVERAL=queries is not None,
         LISTED=listing is not None,
         BEHIND=other.behind,
         LAST=other.last is not None,
@@ -51,6 +46,7 @@ def adapt_kernel(
     p_count,
     p_step_slots,
     p_step_lengths,
+    p_queries,
     p_table,
     p_lengths,
     p_listed,
@@ -65,12 +61,14 @@ def adapt_kernel(
     BUFFER: tl.constexpr,
     RING: tl.constexpr,
     TAIL: tl.constexpr,
+    SEVERAL: tl.constexpr,
     LISTED: tl.constexpr,
     BEHIND: tl.constexpr,
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (lanes, blocks of columns). With ``LISTED`` the table is written twice."""
+    """Grid (lanes, blocks of columns). With ``LISTED`` the table is written twice; without
+    ``SEVERAL`` rows have one query and ``p_queries`` is not read."""
     lane = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     request = tl.load(p_step_slots + lane // LANE_HEADS)
@@ -83,12 +81,16 @@ def adapt_kernel(
     ids = tl.where(used, start + ids, 0)
     tokens = count * UNIT
     if TAIL:
-        newest = tl.maximum(length - 1, 0)
-        ring = start + BUFFER + newest // UNIT % RING
-        newest_one = (column == count) & live
-        ids = tl.where(newest_one, ring, ids)
-        used = used | newest_one
-        tokens = tl.where(live, tokens + newest % UNIT + 1, 0)
+        newest = tl.maximum(length - 1, 0) // UNIT
+        first = newest
+        if SEVERAL:
+            queries = tl.load(p_queries + lane // LANE_HEADS)
+            first = tl.maximum(length - queries, 0) // UNIT
+        unit = first + column - count
+        appended = (column >= count) & (unit <= newest) & live
+        ids = tl.where(appended, start + BUFFER + unit % RING, ids)
+        used = used | appended
+        tokens = tl.where(live, tokens + length - first * UNIT, 0)
     tl.store(p_table + lane * s_table + column, ids, mask=column < width)
     if LISTED:
         listed = tl.where(used, ids, BEHIND)

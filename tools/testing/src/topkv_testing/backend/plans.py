@@ -72,8 +72,10 @@ class AdaptCase:
         counts: selected units of each lane.
         select, buffer, ring: K, C, T.
         max_requests: request slots.
-        tail: the core appends the tail: the table has K + 1 columns.
+        tail: units of the newest tokens are appended: the table has more than K columns.
         seed: of the slots that are selected.
+        queries: of each row; one each where empty.
+        most: queries Q that the table has columns for.
     """
 
     geometry: Geometry
@@ -85,10 +87,17 @@ class AdaptCase:
     max_requests: int = 8
     tail: bool = True
     seed: int = 0
+    queries: tuple[int, ...] = ()
+    most: int = 1
 
     @property
     def batch(self) -> int:
         return len(self.requests)
+
+    @property
+    def width(self) -> int:
+        """Columns of the table."""
+        return self.select + (1 - (1 - self.most) // self.geometry.unit if self.tail else 0)
 
     def backend(self, subject: Subject, max_batch: int | None = None) -> tuple[Any, Any, Any]:
         """Instance, model and group."""
@@ -98,6 +107,7 @@ class AdaptCase:
             select=self.select,
             buffer=self.buffer,
             ring=self.ring,
+            max_queries=self.most,
         )
 
     def slots(self) -> list[list[int]]:
@@ -106,12 +116,16 @@ class AdaptCase:
         lanes = []
         for lane, count in enumerate(self.counts):
             order = torch.randperm(self.buffer + self.ring, generator=random).tolist()
-            tail = self._tail(self.requests[lane // self.geometry.lane_heads][1])
-            lanes.append([slot for slot in order if slot != tail or not self.tail][:count])
+            tails = [slot for slot, _ in self._tails(lane // self.geometry.lane_heads)]
+            lanes.append([slot for slot in order if slot not in tails][:count])
         return lanes
 
-    def _tail(self, length: int) -> int:
-        return self.buffer + (length - 1) // self.geometry.unit % self.ring
+    def _tails(self, row: int) -> Lane:
+        """Ring slots of the units that the newest tokens of a row are in, with their tokens."""
+        length, unit = self.requests[row][1], self.geometry.unit
+        queries = self.queries[row] if self.queries else 1
+        units = range(max(length - queries, 0) // unit, -(-length // unit) if self.tail else 0)
+        return [(self.buffer + u % self.ring, min(unit, length - u * unit)) for u in units]
 
     def lanes(self) -> list[Lane]:
         """Units that each lane attends, as the hook spec has it."""
@@ -121,8 +135,8 @@ class AdaptCase:
             row = slot * g.lane_heads + lane % g.lane_heads
             start = row * (self.buffer + self.ring)
             listed = [(start + each, g.unit) for each in slots]
-            if self.tail:
-                listed.append((start + self._tail(length), (length - 1) % g.unit + 1))
+            tails = self._tails(lane // g.lane_heads)
+            listed += [(start + each, tokens) for each, tokens in tails]
             lanes.append(listed if slot >= 0 and length > 0 else [])
         return lanes
 
@@ -133,7 +147,9 @@ class AdaptCase:
         step.slots.copy_(_ints([slot for slot, _ in self.requests], device))
         step.lengths.copy_(_ints([length for _, length in self.requests], device))
         step.high.copy_(step.lengths)
-        step.appended.copy_(_ints([int(slot >= 0) for slot, _ in self.requests], device))
+        counts = self.queries or (1,) * self.batch
+        pairs = zip(counts, self.requests, strict=True)
+        step.appended.copy_(_ints([count * (slot >= 0) for count, (slot, _) in pairs], device))
         trash = [-1, *INT32, 0, self.buffer]
         rows = [
             [*slots, *(trash[(lane + i) % 5] for i in range(self.select - len(slots)))]
@@ -147,8 +163,10 @@ class AdaptCase:
         inputs = StepInputs.empty(group, self.batch, device)
         self.fill(inputs)
         plan, step = inputs.plan, inputs.view.step
-        table = result((len(self.counts), self.select + self.tail), torch.int32, device)
+        table = result((len(self.counts), self.width), torch.int32, device)
         lengths = result((len(self.counts),), torch.int32, device)
+        queries = _ints(self.queries, device) if self.queries else None
+        tables = Tables(table.body, lengths.body, queries=queries)
         owned = {
             "plan.slots": plan.slots,
             "plan.count": plan.count,
@@ -156,18 +174,16 @@ class AdaptCase:
             "step.lengths": step.lengths,
             "plan.miss_slots": plan.miss_slots,
         }
-        assert_unchanged(
-            lambda: backend.adapt_page_table(inputs.view, plan, Tables(table.body, lengths.body)),
-            owned,
-        )
+        if queries is not None:
+            owned["tables.queries"] = queries
+        assert_unchanged(lambda: backend.adapt_page_table(inputs.view, plan, tables), owned)
         table.assert_intact("table")
         lengths.assert_intact("lengths")
         return table.body, lengths.body
 
     def check(self, table: Tensor, lengths: Tensor) -> None:
         """Compare with the formula, entry by entry."""
-        width = self.select + self.tail
-        lanes = self.lanes()
+        width, lanes = self.width, self.lanes()
         want = [[slot for slot, _ in lane] for lane in lanes]
         got = table.tolist()
         for lane, (mine, theirs) in enumerate(zip(want, got, strict=True)):
