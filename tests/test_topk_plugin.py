@@ -122,25 +122,23 @@ CALLS = {
 
 
 def one_of_each():
-    """A cell of every algorithm that runs in the interpreter, and parameters that select anew."""
+    """A cell of every algorithm that runs in the interpreter."""
     found = {}
     for cell in test_matrix.CELLS:
         if cell.backend == "triton_attention" and "interpret" in cell.tiers:
             found.setdefault(cell.algorithm, cell)
-    return [pytest.param(cell, {}, id=name) for name, cell in found.items()] + [
-        pytest.param(found["snapkv"], {"ada": True, "ada_max": 1.5}, id="snapkv-ada"),
-    ]
+    return [pytest.param(cell, id=name) for name, cell in found.items()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "params"), one_of_each())
-def test_every_algorithm_selects_by_it(cell, params, registry, monkeypatch):
+@pytest.mark.parametrize("cell", one_of_each())
+def test_every_algorithm_selects_by_it(cell, registry, monkeypatch):
     """It selects in prompts and in steps, and the core's own kernels are not called."""
     on = tier("interpret")
     if on.missing:
         pytest.skip(on.missing)
     monkeypatch.setattr(test_matrix, "registry", lambda: registry)
-    params = {**test_matrix.PARAMS.get(cell.algorithm, {}), **params}
+    params = test_matrix.PARAMS.get(cell.algorithm, {})
 
     def outputs(**more):
         run = test_matrix.Run(cell, on, params=params, **more)

@@ -223,7 +223,7 @@ MUTANTS = [
     snap(
         prompt.TailTooShort,
         "a_prompt_over_pages_of_another_computes_its_tail_alone",
-        suite=snapkv_kit.SnapKVTests,
+        suite=snapkv_kit.TestSnapKV,
     ),
     stream(prompt.OneSinkTooFew, PROMISED, ANYWHERE),
     stream(prompt.RoundsSinksDown, PROMISED),

@@ -47,15 +47,14 @@ def topk(rows: int, columns: int, select: int) -> RadixTopK:
     return RadixTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
 
 
-def measure(requests: int, tokens: int, budget: int, ada: bool) -> dict[str, object]:
+def measure(requests: int, tokens: int, budget: int) -> dict[str, object]:
     select = budget - 1
     model = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
     group = GroupShape(
         *((0,), 1, KV_HEADS, 1, DIM, torch.bfloat16, PAGE, requests, tokens + 512),
         *(select, 2 * select, 32),
     )
-    params = SnapParams(ada=ada)
-    snapkv = SnapKVTriton(AlgorithmSetup(model, group, params, torch.device("cuda"), topk))
+    snapkv = SnapKVTriton(AlgorithmSetup(model, group, SnapParams(), torch.device("cuda"), topk))
     pools = {
         spec.name: torch.zeros((requests, *spec.shape), dtype=spec.dtype, device="cuda")
         for spec in snapkv.spec().representations
@@ -90,7 +89,6 @@ def measure(requests: int, tokens: int, budget: int, ada: bool) -> dict[str, obj
         "requests": requests,
         "tokens": tokens,
         "budget": budget,
-        "ada": ada,
         "retrieve_us": round(taken, 2),
         "copy_gbs": round(ids.numel() * 8 / taken / 1e3, 1),
         "construct_ms": construct_ms,
@@ -108,10 +106,9 @@ def main() -> None:
     torch.manual_seed(0)
     cells: list[dict[str, object]] = [{"device": torch.cuda.get_device_name()}]
     print(cells[0])
-    for ada in (False, True):
-        for requests in options.requests:
-            cells.append(measure(requests, options.tokens, options.budget, ada))
-            print(cells[-1])
+    for requests in options.requests:
+        cells.append(measure(requests, options.tokens, options.budget))
+        print(cells[-1])
     if options.out:
         options.out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv_snapkv.entry import topkv_register_algorithms
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.cases import cases
 from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
@@ -23,7 +21,6 @@ def window(length, bench):
 PARAMS = {
     "window": st.sampled_from([1, 3, 4]),
     "kernel": st.sampled_from([1, 3]),
-    "pool": st.sampled_from(["max", "avg"]),
     "generated": st.integers(3, 4),
     "outgrow": st.sampled_from(["refuse", "slide"]),
 }
@@ -33,8 +30,16 @@ OPTIONS = AlgorithmOptions(
 )
 
 
-class SnapKVTests(AlgorithmTests):
+class TestSnapKV(AlgorithmTests):
     """The kit, where what a request keeps follows from the end of its prompt."""
+
+    @pytest.fixture
+    def plugin(self):
+        return "snapkv"
+
+    @pytest.fixture
+    def options(self):
+        return OPTIONS
 
     def test_a_prompt_over_pages_of_another_computes_its_tail_alone(self, subject):
         """The prompt keeps the tokens that it would keep if it had computed all of them."""
@@ -53,36 +58,3 @@ class SnapKVTests(AlgorithmTests):
                 assert torch.equal(over.pools[name], alone.pools[name]), name
 
         check()
-
-
-class TestSnapKV(SnapKVTests):
-    @pytest.fixture
-    def plugin(self):
-        return "snapkv"
-
-    @pytest.fixture
-    def options(self):
-        return OPTIONS
-
-
-class TestAda(SnapKVTests):
-    """Heads that compete for places: of equal votes the lower head wins, so no head is alike."""
-
-    @pytest.fixture
-    def plugin(self):
-        entry = topkv_register_algorithms()[0]
-        capabilities = evolve(
-            entry.capabilities, scopes=("kv_head",), traits=("scale_free",), tiers=("cpu", "gpu")
-        )
-        return evolve(entry, capabilities=capabilities)
-
-    @pytest.fixture
-    def options(self):
-        ada = {"ada": st.just(True), "ada_max": st.sampled_from([1, 1.5])}
-        geometry = {"kv_heads": (2, 3)}
-        return evolve(
-            OPTIONS,
-            params=st.fixed_dictionaries({**PARAMS, **ada}),
-            selects=(12, 15),
-            geometry=geometry,
-        )

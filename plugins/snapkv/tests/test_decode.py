@@ -165,7 +165,7 @@ def test_a_prompt_within_the_cap_is_dense(tier):
 
 
 @pytest.mark.parametrize("outgrow", ["refuse", "slide"])
-@pytest.mark.parametrize("params", [{}, {"window": 64, "generated": 300}, {"ada": True}], ids=str)
+@pytest.mark.parametrize("params", [{}, {"window": 64, "generated": 300}], ids=str)
 def test_a_budget_that_covers_the_longest_request_is_dense(tier, outgrow, params):
     """max_request_tokens below the budget leaves no less to the prompt than the budget did."""
     longest = 16  # one less than the budget, in whole pages
@@ -198,21 +198,6 @@ def test_forks_and_reused_slots(tier):
     for one in (again, fresh):
         one.prefill(2, 21)
     assert again.decode()[1] == fresh.decode()[1]
-
-
-@pytest.mark.parametrize("ada_max", [1, 1.5])
-def test_head_budgets_decode(tier, ada_max):
-    """Lanes are ragged: their generated tokens follow at once."""
-    chat = Chat(make(tier, ada=True, ada_max=ada_max, outgrow="slide"))
-    chat.prefill(20, 20)
-    chat.decode()
-    kept = [[i for i in lane if i >= 0] for lane in chat.kept()]
-    cap = int(CAP / ada_max)
-    assert sum(map(len, kept)) == 2 * cap
-    for step in range(1, 9):
-        lanes = chat.decode()[1]
-        first = max(40, 40 + step - PARAMS["generated"])
-        assert lanes == [lane + list(range(first, 40 + step)) for lane in kept]
 
 
 class TestHooks:
@@ -327,14 +312,6 @@ def refused(match, **params):
 
 def test_values_that_do_not_fit_are_refused_together():
     assert len(refused("budget", window=CAP)) == 1
-    assert len(refused("ada_max", ada=True, ada_max=3)) == 1
     assert len(refused("budget", generated=300)) == 1
-    wrong = {"window": 0, "kernel": 4, "pool": "mean", "generated": True, "outgrow": "grow"}
-    reasons = refused("odd", sinks=1, ada=1, ada_max=0.5, **wrong)
-    assert len(reasons) == 8
-    config = SparseConfig(
-        algorithm="snapkv", scope="shared", params={"ada": True}, backend="gather"
-    )
-    lowered = lower(config, MODEL, device=torch.device("cpu"), registry=REGISTRY)
-    with pytest.raises(ConfigError, match="scope"):
-        SparseCoordinator(lowered, REGISTRY)
+    wrong = {"window": 0, "kernel": 4, "generated": True, "outgrow": "grow"}
+    assert len(refused("odd", sinks=1, **wrong)) == 5

@@ -22,7 +22,6 @@ OPTIONS = AlgorithmOptions(
         {
             "window": st.integers(1, 4),
             "kernel": st.sampled_from([1, 3]),
-            "pool": st.sampled_from(["max", "avg"]),
             "outgrow": st.sampled_from(["refuse", "slide"]),
             "generated": st.just(ROOM),
         }

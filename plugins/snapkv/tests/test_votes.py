@@ -10,7 +10,6 @@ from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from topkv_snapkv import reference
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.cases import cases as kit_cases
 from topkv_testing.algorithms import AlgorithmOptions
@@ -18,9 +17,7 @@ from topkv_testing.kit import subject_of
 from topkv_testing.tiers import all_tiers
 from topkv_testing.tolerance import assert_as_good
 
-DEFAULTS = {"kernel": 3, "pool": "max", "outgrow": "slide", "ada": False}
-SAFE = 0.2
-"""Share of the mean budget that AdaKV leaves to each head."""
+DEFAULTS = {"kernel": 3, "outgrow": "slide"}
 
 SALT = 62
 """Seed of the prompt's queries in a bench."""
@@ -51,14 +48,11 @@ def cases(draw, subject, width=None, **fixed):
         **DEFAULTS,
         "window": draw(st.integers(1, 5)),
         "kernel": draw(st.sampled_from([1, 3, 5])),
-        "pool": draw(st.sampled_from(["max", "avg"])),
         "generated": draw(st.integers(1, 4)),
         **fixed,
     }
     width = width or params["window"] + draw(st.integers(1, 12))
-    scope = "kv_head" if params["ada"] else case.geometry.scope
-    geometry = evolve(case.geometry, scope=scope)
-    return evolve(case, geometry=geometry, params=params, select=width + params["generated"])
+    return evolve(case, params=params, select=width + params["generated"])
 
 
 def weights(case, keys, count, first=0):
@@ -76,11 +70,10 @@ def by_lane(case, mass):
     return mass.sum((0, 2)).unflatten(0, (case.geometry.lane_heads, -1)).sum(1)
 
 
-def pooled(row, kernel, pool):
+def pooled(row, kernel):
     """One lane's votes, pooled with loops."""
     half = kernel // 2
-    around = [row[max(i - half, 0) : i + half + 1] for i in range(len(row))]
-    return [max(part) if pool == "max" else sum(part) / kernel for part in around]
+    return [max(row[max(i - half, 0) : i + half + 1]) for i in range(len(row))]
 
 
 def scores(case, keys):
@@ -88,7 +81,7 @@ def scores(case, keys):
     p = case.params
     count = min(p["window"], len(keys))
     mass = by_lane(case, weights(case, keys, count))[:, : len(keys) - count]
-    return [pooled(row, p["kernel"], p["pool"]) for row in mass.tolist()]
+    return [pooled(row, p["kernel"]) for row in mass.tolist()]
 
 
 def top(values, count):
@@ -165,7 +158,7 @@ def test_what_is_kept_is_the_best_and_the_window(subject):
 
 
 def test_without_pooling_it_is_top_k_of_the_votes(subject):
-    """Both kinds of pool keep the best of the plain column sums where kernel = 1."""
+    """It keeps the best of the plain column sums where kernel = 1."""
 
     @examples(subject, 20)
     @given(case=cases(subject, kernel=1), length=st.integers(20, 40))
@@ -205,7 +198,7 @@ def test_a_needle_is_kept_with_its_neighbours(subject):
     @given(data=st.data(), length=st.integers(20, 40), kernel=st.sampled_from([1, 3, 5, 7]))
     def check(data, length, kernel):
         window = data.draw(st.integers(1, 5))
-        pooling = {"window": window, "kernel": kernel, "pool": "max"}
+        pooling = {"window": window, "kernel": kernel}
         case = data.draw(cases(subject, width=window + kernel, **pooling))
         case = evolve(case, geometry=evolve(case.geometry, group=1, scope="kv_head"))
         where = data.draw(st.integers(0, length - window - 1))
@@ -221,52 +214,3 @@ def test_a_needle_is_kept_with_its_neighbours(subject):
         assert all(around <= lane for lane in kept(bench, 0))
 
     check()
-
-
-def test_ada_shares_the_budgets(subject):
-    """Budgets have their sum, floor and widest head; each head keeps its best positions."""
-
-    @examples(subject, 40)
-    @given(data=st.data(), length=st.integers(12, 44), most=st.sampled_from([1, 1.5, 2]))
-    def check(data, length, most):
-        window = data.draw(st.integers(1, 4))
-        width = int((window + data.draw(st.integers(1, 8))) * most) + 1
-        case = data.draw(cases(subject, width=width, window=window, ada=True, ada_max=most))
-        bench = AlgorithmBench(subject, case, requests=1)
-        keys = case.tokens(0)[:length]
-        bench.prefill(0, keys)
-        cap = int(width / most)
-        got, lanes = kept(bench, 0), case.geometry.lane_heads
-        if length <= cap:
-            assert got == [set(range(length))] * lanes
-            return
-        mean, places = cap - window, min(width - window, length - window)
-        prefix = [{i for i in lane if i < length - window} for lane in got]
-        assert all(set(range(length - window, length)) <= lane for lane in got)
-        sizes = [len(lane) for lane in prefix]
-        assert sum(sizes) == min(lanes * mean, lanes * places)
-        assert min(sizes) >= int(SAFE * mean)
-        assert max(sizes) <= places
-        values = scores(case, keys)
-        for lane, row in zip(prefix, values, strict=True):
-            assert_chosen(lane, row, len(lane))
-        both = list(zip(values, prefix, strict=True))
-        # No head that could take more was denied a score above one that another head was given.
-        safe = int(SAFE * mean)
-        won = [row[i] for row, lane in both for i in top(row, len(lane))[safe:]]
-        for row, lane in both:
-            if len(lane) < places and won:
-                denied = row[top(row, len(lane) + 1)[-1]]
-                assert denied <= min(won) + 1e-5 * max(map(max, values))
-
-    check()
-
-
-def test_ada_moves_places_to_the_head_that_needs_them():
-    """One head whose votes are flat, one with a single peak: their budgets differ."""
-    flat = torch.full((1, 40), 1.0)
-    peak = torch.full((1, 40), 0.01).index_fill(1, torch.tensor([7]), 5.0)
-    ids = reference.adaptive(torch.cat([peak, flat]), 10, 30, None)
-    counts = (ids >= 0).sum(1).tolist()
-    assert counts == [2, 18]
-    assert ids[0].tolist() == [0, 7] + [-1] * 28

@@ -11,10 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attrs import evolve
 
 from plugins.vllm.tests.answers import answers_of, parted
 from plugins.vllm.tests.ranks import SETTINGS, check_nothing_is_held, pools_of, ranks_of, use
+from topkv import hookimpl
 from topkv.errors import CapabilityError, ConfigError
+from topkv_snapkv.algorithm import SnapKV
 from topkv_vllm import engine_args
 from topkv_vllm.ranks import host_file
 from topkv_vllm.refusals import check
@@ -221,13 +224,16 @@ REFUSED = {
     "quest all heads of a layer share a selection": {"algorithm": "quest", "scope": "shared"},
     "snapkv a selection uses all heads": {
         "algorithm": "snapkv",
-        "params": {"ada": True, "outgrow": "slide", "ada_max": 1.0},
+        "params": {"outgrow": "slide"},
     },
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_selections_of_all_heads_are_refused(reason, model, version):
+def test_selections_of_all_heads_are_refused(reason, model, version, monkeypatch):
+    own = SnapKV.spec
+    spec = hookimpl(lambda self: evolve(own(self), heads="all"))
+    monkeypatch.setattr(SnapKV, "spec", spec)
     refused = configured(model, REFUSED[reason])
     with pytest.raises(CapabilityError, match=f"tensor parallel ranks: with {reason}") as caught:
         check(refused, version)

@@ -1,9 +1,9 @@
 """SnapKV: the end of a prompt votes once for what of it is kept.
 
 Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024, arXiv 2404.14469.
-Head budgets (``ada``): Feng et al., "Ada-KV", 2024, arXiv 2407.11550. Differences from its code:
-votes are summed over the query heads of a lane instead of choosing per query head after repeating
-keys; positions are kept ascending; every prompt votes anew over the whole sequence.
+Differences from its code: votes are summed over the query heads of a lane instead of choosing per
+query head after repeating keys; positions are kept ascending; every prompt votes anew over the
+whole sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SnapKV:
     Pools of grain request, in each layer:
         queries ``[W, H, D]``, lse fp32 ``[W, H]``, voters int32 ``[W]``: the last W prompt
             queries, that of position p in row ``p % W``; ``voters`` is p + 1, 0 in empty rows.
-        kept int32 ``[lanes, width]`` ascending, -1 behind count int32 ``[lanes]``.
+        kept int32 ``[lanes, cap]`` ascending, -1 behind count int32 ``[lanes]``.
         turn int32 ``[3]``: see ``PROMPT``, ``END``, ``SETTLED``.
 
     ``construct`` takes the queries up, whatever the chunks; a chunk that does not go on where the
@@ -50,7 +50,7 @@ class SnapKV:
             ("queries", (s.window, heads, model.head_dim), model.dtype),
             ("lse", (s.window, heads), torch.float32),
             ("voters", (s.window,), torch.int32),
-            ("kept", (lanes, s.width), torch.int32),
+            ("kept", (lanes, s.cap), torch.int32),
             ("count", (lanes,), torch.int32),
             ("turn", (3,), torch.int32),
         )
@@ -59,7 +59,6 @@ class SnapKV:
             settle_whole=True,
             generated=None if s.slide or s.covers else s.generated,
             prompt_tail=s.window,
-            heads="all" if s.ada else "own",
         )
 
     @hookimpl
@@ -97,7 +96,7 @@ class SnapKV:
         ids = torch.where(ids < 0, reference.NEVER, ids).sort(1).values
         ids = torch.where(ids < reference.NEVER, ids, -1)
         pools["kept"][slot] = -1
-        pools["kept"][slot, :, : ids.shape[1]] = ids[:, : s.width]
+        pools["kept"][slot, :, : ids.shape[1]] = ids[:, : s.cap]
         pools["count"][slot] = (ids >= 0).sum(1).int()
         pools["turn"][slot, PROMPT], pools["turn"][slot, SETTLED] = length, 1
 
@@ -151,9 +150,6 @@ class SnapKV:
         s = self.settings
         known = torch.where((before >= 0) & (before < votes.shape[1]), before, votes.shape[1])
         held = torch.nn.functional.pad(torch.zeros_like(votes), (0, 1)).scatter(1, known.long(), 1)
-        scores = reference.pooled(votes, s.kernel, s.pool)
+        scores = reference.pooled(votes, s.kernel)
         scores = torch.where((votes > 0).any(), scores, held[:, :-1])
-        if s.ada:
-            most = s.width - s.window
-            return reference.adaptive(scores, s.cap - s.window, most, self.work)
         return reference.best(scores, s.cap - s.window, self.work)

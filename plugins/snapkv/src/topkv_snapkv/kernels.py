@@ -55,7 +55,7 @@ class SnapKVTriton(SnapKV):
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
         if not self.settings.covers:
-            most = self.settings.width - self.settings.window
+            most = self.settings.cap - self.settings.window
             self.work = setup.topk(self.group.lane_heads, self.group.max_units, most)
 
     @hookimpl

@@ -1,4 +1,4 @@
-"""SnapKV in plain torch: votes, pooling, choice and budgets. Cold, all of it, but ``select``.
+"""SnapKV in plain torch: votes, pooling and choice. Cold, all of it, but ``select``.
 
 Shapes: W voters (the last prompt queries), n tokens of the prompt, N lanes. Votes are fp32.
 """
@@ -10,9 +10,6 @@ from torch import Tensor
 
 from topkv.hooks.topk import TopK
 from topkv.ops.topk import topk
-
-SAFE = 0.2
-"""Share of the mean budget that AdaKV leaves to every head."""
 
 NEVER = torch.iinfo(torch.int32).max
 """Stands for no position; sorts behind every one."""
@@ -49,13 +46,10 @@ def votes(
     return torch.where(seen, weights, 0.0).sum(1)
 
 
-def pooled(scores: Tensor, kernel: int, pool: str) -> Tensor:
-    """Votes ``[N, n]`` spread to their neighbours: ``kernel`` positions around, stride 1.
-
-    ``"avg"`` divides by ``kernel`` at the edges too, where zeros are counted in.
-    """
-    pooling = {"max": torch.nn.functional.max_pool1d, "avg": torch.nn.functional.avg_pool1d}
-    return pooling[pool](scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
+def pooled(scores: Tensor, kernel: int) -> Tensor:
+    """The largest of ``kernel`` votes around each position, ``[N, n]``."""
+    pool = torch.nn.functional.max_pool1d
+    return pool(scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
 
 
 def best(scores: Tensor, count: int, work: TopK | None) -> Tensor:
@@ -68,28 +62,6 @@ def best(scores: Tensor, count: int, work: TopK | None) -> Tensor:
     impl = "reference" if work is None else "triton"
     topk(scores.contiguous(), lengths, ids, impl=impl, work=work)
     return ids
-
-
-def adaptive(scores: Tensor, mean: int, most: int, work: TopK | None) -> Tensor:
-    """AdaKV: the heads share ``N * mean`` places, which go to the best scores of all of them.
-
-    The best ``SAFE * mean`` of every lane are safe, and no lane gets more than ``most``. Of equal
-    scores the lower lane wins, and in it the lower position.
-
-    Returns:
-        int32 ``[N, most]`` ascending, -1 behind the last; ``N * mean`` in all, or as many as
-        there are.
-    """
-    offered = best(scores, min(most, scores.shape[1]), work)
-    safe = best(scores, min(int(SAFE * mean), scores.shape[1]), work)
-    ranked = scores.scatter(1, safe.long(), torch.inf).gather(1, offered.long())
-    # One row, as long as all lanes together: longer than what ``work`` is for.
-    order = ranked.flatten().sort(descending=True, stable=True).indices
-    taken = torch.zeros(ranked.numel(), dtype=torch.bool, device=scores.device)
-    taken[order[: len(scores) * mean]] = True
-    chosen = torch.where(taken.view_as(offered), offered, NEVER).sort(1).values
-    chosen = torch.nn.functional.pad(chosen, (0, most - chosen.shape[1]), value=NEVER)
-    return torch.where(chosen < NEVER, chosen, -1)
 
 
 def select(
