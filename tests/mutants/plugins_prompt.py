@@ -14,11 +14,11 @@ class Unpooled(SnapKV):
     """Keeps the best votes without their neighbours: nothing is pooled."""
 
     def _choose(self, votes, before):
-        settings, self.settings = self.settings, evolve(self.settings, kernel=1)
+        params, self.params = self.params, evolve(self.params, kernel=1)
         try:
             return super()._choose(votes, before)
         finally:
-            self.settings = settings
+            self.params = params
 
 
 class LastChunkVotes(SnapKV):
@@ -35,12 +35,12 @@ class ShortWindow(SnapKV):
 
     @hookimpl
     def settle(self, layer, slot, since, length, history):
-        settings = self.settings
-        self.settings = evolve(settings, window=settings.window - 1)
+        params = self.params
+        self.params = evolve(params, window=params.window - 1)
         try:
             super().settle(layer, slot, since, length, history)
         finally:
-            self.settings = settings
+            self.params = params
 
 
 class OutOfOrder(SnapKV):

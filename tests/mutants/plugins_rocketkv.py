@@ -6,7 +6,8 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
-from topkv_rocketkv import kernels, reference, votes
+from topkv_authoring import votes
+from topkv_rocketkv import kernels, reference
 from topkv_rocketkv.algorithm import SETTLED, UNREAD, RocketKV
 from topkv_rocketkv.launch import RocketKVTriton
 
@@ -69,12 +70,12 @@ class UnitsNeedAllTokens(RocketKV):
 
     @hookimpl
     def settle(self, layer, slot, since, length, history):
-        held = votes.units_of
-        votes.units_of = lambda tokens, unit: ~held(~tokens, unit)
+        held = reference.units_of
+        reference.units_of = lambda tokens, unit: ~held(~tokens, unit)
         try:
             super().settle(layer, slot, since, length, history)
         finally:
-            votes.units_of = held
+            reference.units_of = held
 
 
 class SelectsDropped(RocketKV):

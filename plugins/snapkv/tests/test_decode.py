@@ -288,7 +288,7 @@ def test_bytes_per_request():
     coordinator = make(all_tiers()[0])
     pools = coordinator.layers[0].view.pools
     window, lanes, width, item = 4, KV_HEADS, CAP, 4
-    formula = window * (HEADS * (DIM * item + 4) + 4) + 4 * lanes * (width + 1) + 12
+    formula = window * (HEADS * (DIM * item + 4) + 4) + 4 * lanes * (width + 1) + 8
     assert sum(pool[0].numel() * pool.element_size() for pool in pools.values()) == formula
     specs = coordinator.layers[0].algorithm.spec().representations
     assert {spec.grain for spec in specs} == {"request"}

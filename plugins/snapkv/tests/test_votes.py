@@ -121,7 +121,7 @@ def test_votes_are_the_softmax_mass_of_the_window(subject):
         bench.prefill(1, keys, cuts_of(data, length), settle=False)
         edges = sorted({0, length, *cuts_of(data, length)})
         history = [(a, keys[a:b].to(bench.device), None) for a, b in pairwise(edges)]
-        got = bench.algorithm._votes(bench.layer, 1, length, history)
+        got = bench.algorithm.votes(bench.layer, 1, length, history)
         assert (got >= 0).all()
         truth = weights(case, keys, case.params["window"])
         assert_as_good(got, by_lane(case, truth), by_lane(case, truth.float()), "votes", 1e-5)

@@ -14,8 +14,10 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.types import LayerView
+from topkv_authoring import votes
 from topkv_authoring.selectors import ScoredUnits
-from topkv_rocketkv import reference, votes
+from topkv_authoring.votes import Voting
+from topkv_rocketkv import reference
 from topkv_rocketkv.entry import RocketParams
 from topkv_rocketkv.split import channels, narrowing, sizes
 
@@ -28,13 +30,12 @@ SETTLED, UNREAD = range(2)
 a step does not read."""
 
 
-class RocketKV(ScoredUnits):
+class RocketKV(Voting, ScoredUnits):
     """Drops units by the votes of a prompt, and selects the best of the others.
 
     Pool of grain unit: ``bounds [Hkv, 2, D]``, minimum and maximum of the unit's keys, packed by
-    page as ``reference.by_page`` says. Pools of grain request, in each layer:
-        queries ``[W, H, D]``, lse fp32 ``[W, H]``, voters int32 ``[W]``: the last W prompt
-            queries, that of position p in row ``p % W``; ``voters`` is p + 1, 0 in empty rows.
+    page as ``reference.by_page`` says. Pools of grain request, in each layer, beside those of
+    ``voters``:
         dropped int8 ``[lanes, units]``: 1 where a unit holds no token that the lane keeps.
         state int32 ``[2]``: see ``SETTLED``, ``UNREAD``.
     Zeros stand for a request that drops nothing and reads all channels.
@@ -80,17 +81,13 @@ class RocketKV(ScoredUnits):
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
-        window, heads = self.params.window, self.model.num_heads
-        pools = (
-            ("queries", (window, heads, self.model.head_dim), self.model.dtype),
-            ("lse", (window, heads), torch.float32),
-            ("voters", (window,), torch.int32),
-            ("dropped", (self.group.lane_heads, self.group.max_units), torch.int8),
-            ("state", (2,), torch.int32),
-        )
-        of_requests = (RepresentationSpec(name, "request", *form) for name, *form in pools)
+        shape = (self.group.lane_heads, self.group.max_units)
+        dropped = RepresentationSpec("dropped", "request", shape, torch.int8)
+        state = RepresentationSpec("state", "request", (2,), torch.int32)
         return AlgorithmSpec(
-            (*self.representations(), *of_requests), settle_whole=True, prompt_tail=window
+            (*self.representations(), *self.voters(), dropped, state),
+            settle_whole=True,
+            prompt_tail=self.params.window,
         )
 
     def sizes(self, length: int) -> tuple[int, int]:
@@ -109,22 +106,8 @@ class RocketKV(ScoredUnits):
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         super().construct(layer, slot, start, k, v, q, lse)
-        self._gather_voters(layer, slot, start, k, q, lse)
-
-    def _gather_voters(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        """Keep the queries of the window at the end of a prompt, which vote when it settles."""
-        window, pools, end = self.params.window, layer.pools, start + len(k)
-        first, count = end - len(q), min(len(q), window)
-        voters, state = pools["voters"][slot], pools["state"][slot]
-        voters *= (state[SETTLED] == 0) & (voters <= first)
-        positions = torch.arange(end - count, end, device=q.device)
-        rows = positions % window
-        pools["queries"][slot, rows] = q[len(q) - count :]
-        pools["lse"][slot, rows] = lse[len(q) - count :]
-        voters[rows] = (positions + 1).int()
-        state[SETTLED] = 0
+        settled = layer.pools["state"][slot, SETTLED]
+        self.gather_voters(layer, slot, start, k, q, lse, settled)
 
     @hookimpl
     def settle(
@@ -138,42 +121,16 @@ class RocketKV(ScoredUnits):
             dropped.zero_()
             return
         front = length - window
-        mass = self._votes(layer, slot, length, history)[:, :front]
+        mass = self.votes(layer, slot, length, history)[:, :front]
         # Where the whole window was cut off nobody votes, and what was kept before stays.
         before = (1 - dropped.float()).repeat_interleave(unit, 1)[:, :front]
         scores = votes.pooled(mass, self.params.kernel)
         scores = torch.where((mass > 0).any(), scores, before)
-        tokens = torch.nn.functional.pad(
-            votes.best(scores, kept - window), (0, window), value=True
-        )
-        holds = votes.units_of(tokens, unit)
+        tokens = reference.best(scores, kept - window)
+        tokens = torch.nn.functional.pad(tokens, (0, window), value=True)
+        holds = reference.units_of(tokens, unit)
         dropped.zero_()
         dropped[:, : holds.shape[1]] = (~holds).to(torch.int8)
-
-    def _votes(self, layer: LayerView, slot: int, length: int, history: History) -> Tensor:
-        """fp32 ``[lanes, length]``: the mass that the window's queries give to each position."""
-        pools, lanes = layer.pools, self.group.lane_heads
-        positions = pools["voters"][slot] - 1
-        inside = (positions >= length - self.params.window) & (positions < length)
-        positions = torch.where(inside, positions, -1)
-        q, lse = pools["queries"][slot], pools["lse"][slot]
-        blocks, done = [], 0
-        for start, k, _ in history:
-            if start != done:
-                raise ValueError(
-                    f"rocketkv: slot {slot} votes over its whole history, which must come in "
-                    f"order from position 0; expected a block at {done}, got one at {start}"
-                )
-            for first in range(0, len(k), votes.BLOCK):
-                keys = k[first : first + votes.BLOCK]
-                what = (q, lse, positions, keys, start + first, self.model.scale)
-                blocks.append(votes.votes(*what).unflatten(0, (lanes, -1)).sum(1))
-            done += len(k)
-        if done != length:
-            raise ValueError(
-                f"rocketkv: slot {slot} votes over its {length} tokens, and the history has {done}"
-            )
-        return torch.cat(blocks, 1)
 
     @hookimpl
     def truncated(self, layer: LayerView, slot: int, length: int) -> None:

@@ -12,7 +12,7 @@ from topkv.types import LayerView
 from topkv_authoring.lane_scores import HeadScores
 from topkv_authoring.units import KeptByKernels
 from topkv_rocketkv import kernels, reference
-from topkv_rocketkv.algorithm import UNREAD, RocketKV
+from topkv_rocketkv.algorithm import SETTLED, UNREAD, RocketKV
 
 TILE_U, TILES, STAGES = 32, 4, 3
 """Units of a tile, tiles of one program of the score kernel, loads in flight."""
@@ -73,7 +73,8 @@ class RocketKVTriton(KeptByKernels, RocketKV):
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         KeptByKernels.construct(self, layer, slot, start, k, v, q, lse)
-        self._gather_voters(layer, slot, start, k, q, lse)
+        settled = layer.pools["state"][slot, SETTLED]
+        self.gather_voters(layer, slot, start, k, q, lse, settled)
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step, pools = self.group, layer.step, layer.pools

@@ -1,4 +1,4 @@
-"""The second stage in plain torch: the formulas that the kernels are held to.
+"""Both stages in plain torch: what a prompt keeps, and the formulas that the kernels are held to.
 
 Shapes: B rows, H query heads of Hkv kv-heads, G of each, D head dim, U units. Bounds are
 ``[..., Hkv, 2, D]``, [0] the minimum and [1] the maximum of the keys of a unit.
@@ -70,3 +70,15 @@ def head_scores(q: Tensor, bounds: Tensor, count: Tensor) -> Tensor:
     bound = torch.where(chosen[:, None], bound, 0.0)
     scores = torch.einsum("bhgd,buhd->bhgu", q, bound)
     return (scores * temperatures(q, chosen)[..., None]).flatten(1, 2)
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """bool ``[N, n]``: the ``count`` best scores of each row; of equal ones the lower position."""
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, True)
+
+
+def units_of(tokens: Tensor, unit: int) -> Tensor:
+    """bool ``[N, units]``: those that hold one of ``tokens``, bool ``[N, n]``."""
+    padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % unit))
+    return padded.unflatten(1, (-1, unit)).any(-1)

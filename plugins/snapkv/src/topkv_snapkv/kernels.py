@@ -54,8 +54,8 @@ class SnapKVTriton(SnapKV):
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
-        if not self.settings.covers:
-            most = self.settings.cap - self.settings.window
+        if not self.params.covers:
+            most = self.params.cap - self.params.window
             self.work = setup.topk(self.group.lane_heads, self.group.max_units, most)
 
     @hookimpl
@@ -76,8 +76,8 @@ class SnapKVTriton(SnapKV):
             p_ids=out.ids,
             s_ids=out.ids.stride(0),
             select=width,
-            cap=self.settings.cap,
-            room=self.settings.generated,
+            cap=self.params.cap,
+            room=self.params.generated,
             LANE_HEADS=group.lane_heads,
             WIDTH=pools["kept"].shape[-1],
             TURN=pools["turn"].shape[-1],

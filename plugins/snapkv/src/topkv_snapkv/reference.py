@@ -1,6 +1,6 @@
-"""SnapKV in plain torch: votes, pooling and choice. Cold, all of it, but ``select``.
+"""SnapKV's choice, which is cold, and its selection in plain torch.
 
-Shapes: W voters (the last prompt queries), n tokens of the prompt, N lanes. Votes are fp32.
+Shapes: n tokens of the prompt, N lanes.
 """
 
 from __future__ import annotations
@@ -13,43 +13,6 @@ from topkv.ops.topk import topk
 
 NEVER = torch.iinfo(torch.int32).max
 """Stands for no position; sorts behind every one."""
-
-BLOCK = 4096
-"""Keys whose votes are counted at a time: bounds the memory of ``[H, W, keys]``."""
-
-
-def votes(
-    q: Tensor, lse: Tensor, positions: Tensor, k: Tensor, start: int, scale: float
-) -> Tensor:
-    """Attention mass that the voters give to a block of keys, by kv-head.
-
-    The sum over voters and their query heads of ``exp(q . k scale - lse)``: with the log-sum-exp
-    of the whole row, each term is that row's softmax weight, so blocks need not know of each
-    other.
-
-    Args:
-        q: ``[W, H, D]``.
-        lse: fp32 ``[W, H]`` natural log-sum-exp of the voters' causal attention.
-        positions: ``[W]`` position of each voter; negative ones have no vote.
-        k: ``[m, Hkv, D]`` keys of positions ``start ..``.
-        scale: factor of the logits.
-
-    Returns:
-        fp32 ``[Hkv, m]``.
-    """
-    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    voters = q.float().unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
-    rows = lse.unflatten(1, (kv_heads, group)).permute(1, 2, 0).flatten(1, 2)
-    seen = start + torch.arange(len(k), device=k.device) <= positions.repeat(group)[:, None]
-    logits = torch.bmm(voters, k.float().permute(1, 2, 0)) * scale
-    weights = torch.exp(logits - rows[..., None])
-    return torch.where(seen, weights, 0.0).sum(1)
-
-
-def pooled(scores: Tensor, kernel: int) -> Tensor:
-    """The largest of ``kernel`` votes around each position, ``[N, n]``."""
-    pool = torch.nn.functional.max_pool1d
-    return pool(scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
 
 
 def best(scores: Tensor, count: int, work: TopK | None) -> Tensor:
