@@ -19,7 +19,7 @@ from topkv_authoring.selectors import ScoredUnits
 from topkv_authoring.votes import Voting
 from topkv_rocketkv import reference
 from topkv_rocketkv.entry import RocketParams
-from topkv_rocketkv.split import channels, narrowing, sizes
+from topkv_rocketkv.split import capacity, channels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_CHANNELS = 256
@@ -92,14 +92,15 @@ class RocketKV(Voting, ScoredUnits):
 
     def sizes(self, length: int) -> tuple[int, int]:
         """Tokens that are kept of a prompt, and channels that its steps read."""
-        dim, unit, params = self.model.head_dim, self.group.unit, self.params
-        prompt, read = params.prompt_budget, params.channels
-        sized = (self.attended, unit, dim, params.generated, params.window)
-        kept, some = sizes(length, *sized)
-        if prompt is not None:
-            capacity = min(prompt + params.generated, length)
-            kept, some = prompt, channels(dim, unit, narrowing(capacity, 2 * self.attended))
-        return kept, read or some
+        params, budget = self.params, 2 * self.attended
+        if params.prompt_budget is None:
+            held = capacity(length, budget, params.generated)
+            kept = max(held - params.generated, self.attended, params.window + 1)
+        else:
+            kept = params.prompt_budget
+            held = min(kept + params.generated, length)
+        read = channels(self.model.head_dim, self.group.unit, held, budget)
+        return kept, params.channels or read
 
     @hookimpl
     def construct(
