@@ -29,12 +29,12 @@ LENGTHS = (5, 0, 33, 16, 1, 40)
 
 
 class Pages:
-    """Contract of ``topkv_flash_attention.library.Library.attend``, one lane at a time.
+    """Contract of ``FlashAttention3.attend``, one lane at a time.
 
     Of lanes without tokens both results are NaN. ``places``: it can write to ``out``.
     """
 
-    name, smallest_unit = "documented", 1
+    name = "documented"
 
     def __init__(self, places):
         self.places = places

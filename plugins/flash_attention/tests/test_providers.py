@@ -53,7 +53,7 @@ def nowhere(monkeypatch):
     if hasattr(torch.ops._vllm_fa3_C, "fwd"):
         pytest.skip("the library of vLLM is loaded, and stays so")
     monkeypatch.delenv(providers.LIBRARY, raising=False)
-    for name in ("flash_attn_interface", "vllm", "flash_attn"):
+    for name in ("flash_attn_interface", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
     return monkeypatch
 
@@ -142,51 +142,21 @@ def first(model, group, capability):
     return providers.BUILDS.first(lambda build: build.refusals(model, group, capability))
 
 
-def cute(q, k, v, seqused_k, max_seqlen_k, page_table, softmax_scale, causal, num_splits,
-         return_lse, out):  # fmt: skip
-    raise NotImplementedError
-
-
-def cached(q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, num_splits,
-           return_softmax_lse):  # fmt: skip
-    raise NotImplementedError
-
-
-def dense(q, k, v, softmax_scale, causal, return_attn_probs):
-    raise NotImplementedError
-
-
 def test_the_first_that_serves_is_taken(nowhere):
-    paged = evolve(GROUP, unit=256, page_tokens=256)
-    offer(nowhere, "flash_attn", flash_attn_with_kvcache=cached, flash_attn_func=dense)
-    library, tried = first(MODEL, paged, HOPPER)
-    assert library.name.startswith("flash_attn")
-    assert library.smallest_unit == 256
-    assert len(tried) == 3
+    def offered(name):
+        return lambda: FlashAttention3.of(name, operator("fwd_offered", SCHEMAS["vllm"]))
+
+    builds = evolve(providers.BUILDS, loads={"one": offered("a"), "two": offered("b")})
+    nowhere.setattr(providers, "BUILDS", builds)
     library, tried = first(MODEL, GROUP, HOPPER)
-    assert library is None
-    assert "multiples of 256 tokens, got 16" in tried[3]
-    offer(nowhere, "flash_attn.cute.interface", _flash_attn_fwd=cute)
-    assert first(MODEL, GROUP, HOPPER)[0].name.startswith("flash_attn.cute")
+    assert (library.name, tried) == ("a", [])
     library, tried = first(MODEL, GROUP, (8, 0))
     assert library is None
-    assert "capability 9 to 11, got 8.0" in tried[2]
-    library, tried = first(MODEL, evolve(GROUP, unit=128, page_tokens=128), HOPPER)
-    assert library is None
-    assert "come by TMA" in tried[2]
-    library, tried = first(LATENT, evolve(GROUP, lane_heads=1), HOPPER)
-    assert library is None
-    assert "latent attention" in tried[2]
+    assert [each.partition(":")[0] for each in tried] == ["one", "two"]
+    assert "capability 9.0, got 8.0" in tried[0]
 
 
-def test_functions_that_lack_an_argument_are_named(nowhere):
-    offer(nowhere, "flash_attn.cute.interface", _flash_attn_fwd=dense)
-    assert "_flash_attn_fwd takes no 'seqused_k'" in providers.describe()[2]
-    offer(nowhere, "flash_attn", flash_attn_func=dense)
-    assert providers.describe()[3] == "flash_attn: it has no flash_attn_with_kvcache"
-
-
-def test_what_each_generation_refuses():
+def test_what_it_refuses():
     hopper = FlashAttention3.of("x", operator("fwd_refusing", SCHEMAS["vllm"]))
     assert hopper.refusals(MODEL, GROUP, HOPPER) == []
     assert hopper.refusals(LATENT, GROUP, HOPPER) == []

@@ -22,7 +22,7 @@ from topkv.hooks.backend import BackendSetup
 from topkv.types import LayerView, Plan, Tables
 from topkv_authoring.page_table import adapt_page_table
 from topkv_flash_attention import kernels, providers, reference
-from topkv_flash_attention.library import LATENT, Query
+from topkv_flash_attention.hopper import LATENT, Query
 
 BLOCK_HEADS = 8
 """Heads of a program of the kernel that follows the library's."""
@@ -153,16 +153,17 @@ class FlashAttention:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """Rows are lanes whose pages are single tokens; plain torch where those are too small."""
+        """Rows are lanes whose pages are single tokens."""
+        if not len(k):
+            out.zero_()
+            lse.fill_(-torch.inf)
+            return
         q, k, v = (reference.aligned(each) for each in (q, k, v))
         columns = k_start + torch.arange(len(k), device=q.device)
         for first in range(0, len(q), PROMPT_ROWS):
             part = slice(first, first + PROMPT_ROWS)
             rows = q_start + first + torch.arange(len(q[part]), device=q.device)
             seen = keep[part] & (columns[None] <= rows[:, None])
-            if self.library.smallest_unit > 1 or not len(k):
-                out[part], lse[part] = reference.masked(q[part], k, v, *self.logits, seen)
-                continue
             table, lengths = reference.listed(seen)
             result = torch.empty_like(out[part], dtype=q.dtype)[:, None]
             self._attend(

@@ -20,7 +20,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 kv_formats=("model",),
                 dtypes=("float16", "bfloat16"),
                 softcap=True,
-                # Units and head dims depend on which library is there: the backend refuses.
+                # Head dims depend on the kind of attention: the backend refuses.
                 tiers=("gpu",),
             ),
             doctor="topkv_flash_attention.providers:describe",

@@ -1,7 +1,8 @@
 """FlashAttention-3, by its operator: upstream's build and vLLM's.
 
 ``flash_attn_3::fwd`` and ``_vllm_fa3_C::fwd`` differ in arguments that are not used here, so a
-call is put together by the operator's own schema.
+call is put together by the operator's own schema. Keys and values are pages ``[pages, page, Hkv,
+D]`` of any strides but the last, so a unit is a page.
 """
 
 from __future__ import annotations
@@ -14,16 +15,10 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.types import GroupShape, ModelShape
-from topkv_flash_attention.library import (
-    LATENT,
-    ROPE,
-    Capability,
-    Query,
-    Result,
-    by_pages,
-    head_refusals,
-    shown,
-)
+
+LATENT, ROPE = 512, 64
+"""Elements of a latent row: first the latent part, then the rotated one."""
+Result = tuple[Tensor, Tensor]
 
 SETTLED: Mapping[str, Any] = {
     **dict.fromkeys(
@@ -47,10 +42,19 @@ NEEDED = (*GIVEN, "q_v", "out", "page_table", "leftpad_k", "is_causal", "num_spl
 
 
 @frozen
+class Query:
+    """Queries: ``main`` meets the keys; of latent attention ``latent`` meets the values too."""
+
+    main: Tensor
+    latent: Tensor | None = None
+
+
+@frozen
 class FlashAttention3:
     """FlashAttention-3 (``hopper/``). ``seqused_k`` is always given: vLLM's build demands it.
 
     Attributes:
+        name: where it comes from, and its version where that is known.
         op: the operator ``fwd``.
         arguments: its arguments in order.
         settled: values of those that calls may leave out.
@@ -60,7 +64,6 @@ class FlashAttention3:
     op: Callable[..., Any]
     arguments: tuple[str, ...]
     settled: Mapping[str, Any]
-    smallest_unit: int = 1
 
     @classmethod
     def of(cls, name: str, op: Any) -> FlashAttention3:
@@ -87,14 +90,15 @@ class FlashAttention3:
         return self.op(*[values[name] for name in self.arguments])
 
     def refusals(
-        self, model: ModelShape, group: GroupShape, capability: Capability | None
+        self, model: ModelShape, group: GroupShape, capability: tuple[int, int] | None
     ) -> list[str]:
+        """Reasons why it cannot serve a group on a device of this capability, if there is one."""
         reasons = []
         if capability is not None and capability[0] != 9:
-            reasons.append(f"it is for capability 9.0, got {shown(capability)}")
-        if model.attention != "mla":
-            return reasons + head_refusals(model, 256)
-        if (model.head_dim, model.out_dim) != (LATENT + ROPE, LATENT):
+            reasons.append(f"it is for capability 9.0, got {capability[0]}.{capability[1]}")
+        if model.attention != "mla" and (model.head_dim % 8 or model.head_dim > 256):
+            reasons.append(f"head dims are multiples of 8 up to 256, got {model.head_dim}")
+        if model.attention == "mla" and (model.head_dim, model.out_dim) != (LATENT + ROPE, LATENT):
             reasons.append(
                 f"of latent attention it takes rows of {LATENT} + {ROPE} elements, got head_dim "
                 f"{model.head_dim} with values of {model.out_dim}"
@@ -114,6 +118,19 @@ class FlashAttention3:
         zeros: Tensor,
         out: Tensor,
     ) -> Result:
+        """Decode attention: keys, values and tables as in the hook.
+
+        Args:
+            q: parts of ``[N, 1, heads of a lane, D]``, lanes at any stride.
+            softcap: see ``ModelShape.softcap``; 0 for plain logits, as in ``chunk``.
+            splits: most parts that the tokens of a lane are cut into; 0 leaves it to the library.
+            zeros: int32 ``[N]`` of 0.
+            out: ``[N, 1, heads, Dv]`` to write to, where the library can; at any stride too.
+
+        Returns:
+            ``[N, 1, heads, Dv]``, ``out`` itself where it can, and the fp32 ``[N, heads]``
+            natural log-sum-exp. Of lanes without tokens both are anything.
+        """
         unit, group = k.shape[2], q.main.shape[2] // k.shape[1]
         # Pages of a multiple of 64 tokens would come by TMA where more than 64 rows share them.
         # TMA brings what is behind the length as well, and 0 times NaN is NaN. An operator that
@@ -121,8 +138,8 @@ class FlashAttention3:
         pad = zeros if unit % 64 == 0 and group > 64 else None
         result = self.call(
             q=q.main,
-            k=by_pages(k),
-            v=by_pages(v),
+            k=k.transpose(1, 2),
+            v=v.transpose(1, 2),
             q_v=q.latent,
             out=out,
             seqused_k=lengths,
@@ -139,6 +156,11 @@ class FlashAttention3:
     def chunk(
         self, q: Query, k: Tensor, v: Tensor, scale: float, softcap: float, causal: bool
     ) -> Result:
+        """Attention of ``[m, H, D]`` over ``[n, Hkv, D]``; causal: the last row sees all.
+
+        Returns:
+            ``[m, H, Dv]`` in the dtype of q, and the fp32 ``[m, H]`` natural log-sum-exp.
+        """
         keys = len(k)
         used = torch.full((1,), keys, dtype=torch.int32, device=k.device)
         result = self.call(

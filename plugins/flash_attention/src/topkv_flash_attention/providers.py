@@ -1,10 +1,8 @@
-"""Search for a FlashAttention: four places, looked at in this order.
+"""Search for a FlashAttention-3: two places, looked at in this order.
 
 1. ``flash_attn_interface``: upstream's FlashAttention-3 (the package ``flash_attn_3``).
 2. ``vllm``: the FlashAttention-3 that vLLM ships. The environment variable ``TOPKV_FA3_LIBRARY``
    may name its library file (``_vllm_fa3_C.abi3.so``); vLLM itself is not imported.
-3. ``flash_attn.cute``: FlashAttention-4 (the package ``flash-attn-4``).
-4. ``flash_attn``: FlashAttention-2 (the package ``flash-attn``).
 
 A place is recognised by what it offers, not by its version.
 """
@@ -21,8 +19,6 @@ import torch
 
 from topkv_authoring.libraries import BROKEN, Places, UnusableError, in_one_line, module_with
 from topkv_flash_attention.hopper import FlashAttention3
-from topkv_flash_attention.library import Library
-from topkv_flash_attention.others import FlashAttention2, FlashAttention4
 
 LIBRARY = "TOPKV_FA3_LIBRARY"
 """Environment variable that names the library file of vLLM's FlashAttention-3."""
@@ -46,12 +42,12 @@ def _hopper(name: str, operators: Any) -> FlashAttention3:
         raise UnusableError(str(error)) from error
 
 
-def _upstream() -> Library:
+def _upstream() -> FlashAttention3:
     module_with("flash_attn_interface", {})
     return _hopper(f"flash_attn_interface{_version('flash_attn_3')}", torch.ops.flash_attn_3)
 
 
-def _vllm() -> Library:
+def _vllm() -> FlashAttention3:
     operators = torch.ops._vllm_fa3_C
     if hasattr(operators, "fwd"):  # a second copy would register the same names
         where = [each for each in torch.ops.loaded_libraries if "fa3" in Path(each).name]
@@ -79,33 +75,9 @@ def _vllm_file() -> Path:
     raise UnusableError(f"{what}; {LIBRARY} may name the library file")
 
 
-def _cute() -> Library:
-    taken = (
-        *("q", "k", "v", "seqused_k", "max_seqlen_k", "page_table", "softmax_scale", "causal"),
-        *("num_splits", "return_lse", "out"),
-    )
-    module = module_with("flash_attn.cute.interface", {"_flash_attn_fwd": taken})
-    return FlashAttention4(f"flash_attn.cute{_version('flash-attn-4')}", module._flash_attn_fwd)
-
-
-def _second() -> Library:
-    cached = ("cache_seqlens", "block_table", "softmax_scale", "num_splits", "return_softmax_lse")
-    dense = ("softmax_scale", "causal", "return_attn_probs")
-    module = module_with(
-        "flash_attn", {"flash_attn_with_kvcache": cached, "flash_attn_func": dense}
-    )
-    name = f"flash_attn{_version('flash-attn')}"
-    return FlashAttention2(name, module.flash_attn_with_kvcache, module.flash_attn_func)
-
-
-BUILDS = Places[Library](
-    "no build of FlashAttention serves it: pip install flash-attn-4 or vllm, or name "
-    f"vLLM's library file in {LIBRARY}",
-    {
-        "flash_attn_interface": _upstream,
-        "vllm": _vllm,
-        "flash_attn.cute": _cute,
-        "flash_attn": _second,
-    },
+BUILDS = Places[FlashAttention3](
+    "no build of FlashAttention serves it: pip install vllm, or name its library file in "
+    f"{LIBRARY}",
+    {"flash_attn_interface": _upstream, "vllm": _vllm},
 )
 describe = BUILDS.describe

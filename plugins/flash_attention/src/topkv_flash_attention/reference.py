@@ -8,9 +8,6 @@ from torch import Tensor
 Span = tuple[slice, int, bool]
 """Rows of a chunk, how many of the keys they see at most, and whether causally."""
 
-LOGIT_BYTES = 256 << 20
-"""Most bytes of the logits of a block of prompt rows in ``masked``."""
-
 
 def finish(out: Tensor, lse: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """``[N, heads, D]`` and ``[N, heads]``, 0 and -inf where a lane has no tokens."""
@@ -55,38 +52,6 @@ def listed(keep: Tensor) -> tuple[Tensor, Tensor]:
     found = torch.zeros((keep.shape[0], width), dtype=torch.int32, device=keep.device)
     found[rows, place] = columns.int()
     return found, counts
-
-
-def masked(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, keep: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention in fp32 where ``keep`` is True, for libraries that read no single tokens.
-
-    Args:
-        q: ``[m, H, D]``.
-        k, v: ``[n, Hkv, D]``.
-        softcap: logits s become ``softcap * tanh(s / softcap)``; 0 for plain ones.
-        keep: bool ``[m, n]``.
-
-    Returns:
-        fp32 ``[m, H, Dv]`` and ``[m, H]``; 0 and -inf where nothing is kept.
-    """
-    group = q.shape[1] // k.shape[1]
-    keys, values = k.float(), v.float()
-    out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=torch.float32, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    block = max(1, LOGIT_BYTES // (8 * max(1, q.shape[1] * len(k))))
-    for first in range(0, len(q), block):
-        at = slice(first, first + block)
-        queries = q[at].float().unflatten(1, (-1, group))
-        logits = torch.einsum("mhgd,nhd->mhgn", queries, keys) * scale
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~keep[at][:, None, None], -torch.inf)
-        weights = torch.softmax(logits, -1).nan_to_num(0.0)
-        out[at] = torch.einsum("mhgn,nhd->mhgd", weights, values).flatten(1, 2)
-        lse[at] = torch.logsumexp(logits, -1).flatten(1, 2)
-    return out, lse
 
 
 def aligned(rows: Tensor) -> Tensor:
