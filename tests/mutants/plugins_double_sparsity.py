@@ -18,8 +18,8 @@ class ChoosesAgain(DoubleSparsity):
     @hookimpl
     def construct(self, layer, slot, start, k, v, q, lse):
         if self.fixed is None and start > 0:
-            importance = statistics.of_prompt(q, k[-len(q) :], self.settings.statistic)
-            chosen = reference.choose(importance, self.settings.channels, self.settings.pairs)
+            importance = statistics.of_prompt(q, k[-len(q) :])
+            chosen = reference.choose(importance, self.settings.channels)
             layer.pools["channels"][slot] = chosen
         super().construct(layer, slot, start, k, v, q, lse)
 

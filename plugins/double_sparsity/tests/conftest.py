@@ -107,11 +107,11 @@ def bench():
 
 @pytest.fixture
 def channel_file(tmp_path):
-    """Writes a calibration file of rows of channels or importance, and names it."""
+    """Writes a calibration file of rows of importance, and names it."""
 
-    def write(layers, kind="channels", name="file.json", **further):
-        path = tmp_path / name
-        content = {"format": "topkv-double-sparsity-1", "kind": kind, "statistic": "k_var"}
+    def write(layers, **further):
+        path = tmp_path / "file.json"
+        content = {"format": "topkv-double-sparsity-1", "kind": "importance"}
         path.write_text(json.dumps({**content, "layers": layers, **further}))
         return str(path)
 

@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from topkv_cli.group import topkv
-from topkv_double_sparsity.calibration import STATISTICS, read
+from topkv_double_sparsity.calibration import read
 
 transformers = pytest.importorskip("transformers")
 checkpoint = pytest.importorskip("topkv_evaluation")
@@ -97,15 +97,8 @@ def activations(model, blocks):
     return result
 
 
-def truth(q, k, statistic):
-    variance = ((k - k.mean(0)) ** 2).mean(0)
-    return {
-        "qk_span": np.abs(q).mean(0).sum(1) * (k.max(0) - k.min(0)),
-        "k": np.abs(k).mean(0),
-        "qk": np.abs(q * k[:, :, None]).mean(0).sum(1),
-        "q": np.abs(q).mean(0).sum(1),
-        "k_var": variance,
-    }[statistic]
+def truth(q, k):
+    return np.abs(q).mean(0).sum(1) * (k.max(0) - k.min(0))
 
 
 @pytest.fixture(scope="module")
@@ -115,27 +108,18 @@ def spread(model, tokens):
     return activations(model, [blocks[i * len(blocks) // 5] for i in range(5)])
 
 
-@pytest.mark.parametrize("statistic", STATISTICS)
-def test_the_file_holds_what_float64_says(model_dir, model, spread, tmp_path, statistic):
+def test_the_file_holds_what_float64_says(model_dir, spread, tmp_path):
     out = tmp_path / "out.json"
-    text = [] if statistic == "k_weight" else ["--text", model_dir / "text"]
     done = call(
-        *("--model", model_dir, *text, "--statistic", statistic),
+        *("--model", model_dir, "--text", model_dir / "text"),
         *("--samples", 5, "--block", BLOCK, "--device", "cpu", "--output", out),
     )
     assert done.exit_code == 0, done.output
     found = read(out, [0, 1], 2, 64)
-    assert found.statistic == statistic
-    if statistic == "k_weight":
-        for index, layer in enumerate(model.model.layers):
-            weight = layer.self_attn.k_proj.weight.detach().double().numpy()
-            norms = np.sqrt((weight**2).sum(1)).reshape(2, 64)
-            assert np.allclose(found.layers[index], norms, rtol=1e-9)
-        return
     assert f"{5 * BLOCK} tokens" in done.stderr
     for index, (q, k) in spread.items():
-        assert np.allclose(found.layers[index], truth(q, k, statistic), rtol=2e-4)
-        last = truth(q[-BLOCK:], k[-BLOCK:], statistic)
+        assert np.allclose(found.layers[index], truth(q, k), rtol=2e-4)
+        last = truth(q[-BLOCK:], k[-BLOCK:])
         assert not np.allclose(found.layers[index], last, rtol=2e-2), "the last block alone"
 
 
@@ -150,7 +134,7 @@ def test_a_short_text_is_used_whole(model_dir, model, tokens, tmp_path):
     assert len(tokens) % 500
     for index, (q, k) in activations(model, tokens.split(500)).items():
         found = read(out, [0, 1], 2, 64).layers[index]
-        assert np.allclose(found, truth(q, k, "qk_span"), rtol=2e-4)
+        assert np.allclose(found, truth(q, k), rtol=2e-4)
 
 
 def test_the_model_is_left_as_it_was(model, tokens):
@@ -159,7 +143,7 @@ def test_the_model_is_left_as_it_was(model, tokens):
     before = model.config._attn_implementation
     with torch.no_grad():
         logits = model(tokens[None, :40]).logits
-        collect.importance_of(model, [tokens[:40]], "qk")
+        collect.importance_of(model, [tokens[:40]])
         assert model.config._attn_implementation == before
         assert torch.equal(model(tokens[None, :40]).logits, logits)
 
@@ -170,7 +154,6 @@ def test_the_model_is_left_as_it_was(model, tokens):
         (("--model", "/nowhere", "--text", "TEXT"), "there is no such directory"),
         (("--model", "EMPTY", "--text", "TEXT"), "no model can be loaded"),
         (("--model", "MODEL", "--text", "/nowhere"), "cannot be read"),
-        (("--model", "MODEL"), "needs a text"),
         (("--model", "MODEL", "--text", "NOTHING"), "at least 2"),
         (("--model", "MODEL", "--text", "TEXT", "--block", "40000"), "32768 positions"),
         (("--model", "MODEL", "--text", "TEXT", "--device", "warp9"), "warp9"),
@@ -226,7 +209,7 @@ def test_a_damaged_directory_is_refused(model_dir, tmp_path, damage):
     folder = tmp_path / "model"
     shutil.copytree(model_dir, folder)
     damage(folder)
-    args = ("--model", folder, "--statistic", "k_weight", "--device", "cpu")
+    args = ("--model", folder, "--text", model_dir / "text", "--device", "cpu")
     done = call(*args, "--output", tmp_path / "out.json")
     assert (done.exit_code, done.stdout) == (2, ""), done.output
     assert "error: " in done.stderr
@@ -263,7 +246,8 @@ def test_code_of_a_model_runs_only_if_it_is_allowed(model_dir, tmp_path, monkeyp
     }
     config["model_type"] = "topkv_foreign_calibrated"
     (folder / "config.json").write_text(json.dumps(config))
-    args = ("--model", folder, "--statistic", "k_weight", "--output", out, "--device", "cpu")
+    text = ("--text", model_dir / "text", "--device", "cpu")
+    args = ("--model", folder, "--output", out, *text)
     done = call(*args, input="y\ny\n")
     assert not marker.exists()
     assert (done.exit_code, done.stdout, out.exists()) == (2, "", False), done.output
@@ -276,8 +260,9 @@ def test_the_file_decodes(model_dir, tmp_path, bench):
     from topkv_testing.tiers import tier
 
     out = tmp_path / "out.json"
-    call("--model", model_dir, "--statistic", "k_weight", "--output", out, "--device", "cpu")
-    assert set(json.loads(out.read_text())) == {"format", "kind", "statistic", "layers"}
+    text = ("--text", model_dir / "text", "--device", "cpu")
+    call("--model", model_dir, "--output", out, *text)
+    assert set(json.loads(out.read_text())) == {"format", "kind", "layers", "ranges"}
     b = bench(tier("cpu"), dim=64, calibration=str(out), channels=8)
     b.prefill(0, b.case.tokens(0)[:20])
     assert all(len(lane) == 5 for lane in b.chosen(b.case.queries(1)[0]))

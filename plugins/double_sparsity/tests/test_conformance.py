@@ -8,7 +8,6 @@ import attrs
 import pytest
 from hypothesis import strategies as st
 
-from topkv_double_sparsity.calibration import PROMPT_STATISTICS
 from topkv_double_sparsity.entry import topkv_register_algorithms
 from topkv_testing.algorithm.kernels import KernelTests
 from topkv_testing.algorithm.state import StateTests
@@ -44,8 +43,7 @@ class TestChannelsOfThePrompt(AlgorithmTests):
 
     @pytest.fixture
     def options(self):
-        statistics = st.sampled_from([None, *PROMPT_STATISTICS])
-        return options({"statistic": statistics, "pair_channels": st.booleans()})
+        return options({})
 
 
 class TestChannelsOfAFile(StateTests, KernelTests):
@@ -63,7 +61,7 @@ class TestChannelsOfAFile(StateTests, KernelTests):
     def options(self, tmp_path):
         rows = [[(7 * channel + 5 * head) % 12 for channel in range(12)] for head in range(2)]
         path = tmp_path / "channels.json"
-        content = {"format": "topkv-double-sparsity-1", "kind": "channels", "statistic": "k"}
+        content = {"format": "topkv-double-sparsity-1", "kind": "importance"}
         path.write_text(json.dumps({**content, "layers": {"0": rows}}))
         params = {"calibration": st.just(str(path)), "channels": st.sampled_from([1, 3, 8, 12])}
         return options(params, geometry={"kv_heads": (2,), "dims": (12,)})

@@ -188,7 +188,7 @@ def test_a_constant_on_every_key_changes_nothing(bench, tier):
         generator = torch.Generator().manual_seed(seed)
         keys, constant = grid(generator, 33, 2, 16), 8 * grid(generator, 1, 2, 16)
         for by in (0, constant):
-            b = bench(tier, channels=4, statistic="qk_span", scope=scope, seed=seed)
+            b = bench(tier, channels=4, scope=scope, seed=seed)
             b.prefill(0, keys + by)
             channels.append(b.chosen_channels(0))
             chosen.append(b.chosen(grid(torch.Generator().manual_seed(seed), 1, 4, 16)))

@@ -50,9 +50,8 @@ def settings(tiny, tmp_path):
 
 def calibrated(path, last=7):
     """A file of the channels of three layers with two kv-heads each."""
-    first = [*range(7), last]
-    rows = [[*first, *(channel for channel in range(64) if channel not in first)]] * 2
-    head = {"format": "topkv-double-sparsity-1", "kind": "channels", "statistic": "k_var"}
+    rows = [[float(channel in (*range(7), last)) for channel in range(64)]] * 2
+    head = {"format": "topkv-double-sparsity-1", "kind": "importance"}
     path.write_text(json.dumps({**head, "layers": {str(layer): rows for layer in range(3)}}))
     return str(path)
 

@@ -254,7 +254,7 @@ def test_a_shared_selection_of_a_single_kv_head_is_served(narrow, version):
 
 def test_a_calibration_of_all_heads_is_refused_with_the_heads_of_a_rank(model, tmp_path, version):
     layers = {str(layer): [[1.0] * 64] * 2 for layer in range(2)}
-    reported = {"format": "topkv-double-sparsity-1", "kind": "importance", "statistic": "qk"}
+    reported = {"format": "topkv-double-sparsity-1", "kind": "importance"}
     (tmp_path / "file.json").write_text(json.dumps(reported | {"layers": layers}))
     settings = {"algorithm": "double_sparsity"}
     settings["params"] = {"calibration": str(tmp_path / "file.json")}

@@ -50,7 +50,7 @@ class DoubleSparsity:
             return None
         for layer in self.group.layers:
             importance = torch.tensor(settings.calibration.layers[layer], dtype=torch.float64)
-            chosen.append(reference.choose(importance, settings.channels, settings.pairs))
+            chosen.append(reference.choose(importance, settings.channels))
             ends = settings.calibration.ranges.get(layer)
             both = importance.new_zeros(2, *importance.shape) if ends is None else ends
             least, most = torch.as_tensor(both, dtype=torch.float32).gather(
@@ -99,8 +99,7 @@ class DoubleSparsity:
             return
         settings = self.settings
         if self.fixed is None and start == 0:
-            importance = statistics.of_prompt(q, k, settings.statistic)
-            chosen = reference.choose(importance, settings.channels, settings.pairs)
+            chosen = reference.choose(statistics.of_prompt(q, k), settings.channels)
             layer.pools["channels"][slot] = chosen
             if settings.int4:
                 ends = torch.stack([k.amin(0), k.amax(0)]).float()

@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from topkv.errors import CapabilityError, ConfigError
 from topkv_double_sparsity.calibration import Rows
-from topkv_double_sparsity.statistics import Moments, of_weight
+from topkv_double_sparsity.statistics import Moments
 
 NAME = "topkv_calibrate"
 
@@ -152,43 +152,17 @@ def moments_of(model: PreTrainedModel, blocks: list[Tensor]) -> dict[int, Moment
     return moments
 
 
-def weights_of(model: PreTrainedModel) -> dict[int, Tensor]:
-    """``k_weight`` by layer, ``[Hkv, D]``.
-
-    Raises:
-        CapabilityError: no attention module has a ``k_proj``.
-    """
-    found = {}
-    for module in model.modules():
-        layer, project = getattr(module, "layer_idx", None), getattr(module, "k_proj", None)
-        if layer is not None and isinstance(project, nn.Linear):
-            weight = project.weight.detach()
-            found[layer] = of_weight(weight, weight.shape[0] // module.head_dim)
-    if not found:
-        raise CapabilityError(
-            f"{type(model).__name__} cannot be calibrated by k_weight",
-            ["no attention module has a linear k_proj; choose a statistic of activations"],
-        )
-    return found
-
-
 def importance_of(
-    model: PreTrainedModel, blocks: list[Tensor], statistic: str
+    model: PreTrainedModel, blocks: list[Tensor]
 ) -> tuple[dict[int, Rows], dict[int, list[Rows]]]:
     """Importance by layer, ``[Hkv][D]``, and ranges, as a calibration file holds them.
-
-    Of weights there are no ranges.
 
     Raises:
         CapabilityError: the model does not let its activations be seen, or they are not finite.
     """
-    ranges: dict[int, list[Rows]] = {}
-    if statistic == "k_weight":
-        values = weights_of(model)
-    else:
-        moments = moments_of(model, blocks)
-        values = {layer: moments[layer].importance(statistic) for layer in moments}
-        ranges = {n: [each.low_k.tolist(), each.high_k.tolist()] for n, each in moments.items()}
+    moments = moments_of(model, blocks)
+    values = {layer: each.importance() for layer, each in moments.items()}
+    ranges = {n: [each.low_k.tolist(), each.high_k.tolist()] for n, each in moments.items()}
     bad = sorted(layer for layer, value in values.items() if not value.isfinite().all())
     if bad:
         raise CapabilityError(

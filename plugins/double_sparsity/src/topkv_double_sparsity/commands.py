@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from topkv.errors import ConfigError
-from topkv_double_sparsity.calibration import DEFAULT_STATISTIC, STATISTICS, write
+from topkv_double_sparsity.calibration import write
 
 
 @click.group("calibrate", short_help="Measure what an algorithm has to know about a model.")
@@ -23,12 +23,7 @@ def calibrate() -> None:
     is_flag=True,
     help="Run Python code that comes with the model. Off by default: read that code first.",
 )
-@click.option(
-    "--text", type=Path, help="A text file, UTF-8; needed by every statistic but k_weight."
-)
-@click.option(
-    "--statistic", type=click.Choice(STATISTICS), default=DEFAULT_STATISTIC, show_default=True
-)
+@click.option("--text", type=Path, required=True, help="A text file, UTF-8.")
 @click.option(
     "--samples",
     type=click.IntRange(1),
@@ -44,15 +39,17 @@ def calibrate() -> None:
 def double_sparsity(
     model: Path,
     trust_remote_code: bool,
-    text: Path | None,
-    statistic: str,
+    text: Path,
     samples: int,
     block: int,
     device: str | None,
     output: Path,
 ) -> None:
     """Rank the key channels of a local model, for the parameter `calibration`."""
-    content = _text(text, statistic)
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {text}", [f"cannot be read: {error}"]) from error
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}", ["there is no such directory; make it first"])
     collect = _collect()
@@ -62,26 +59,15 @@ def double_sparsity(
     loaded, tokenizer = collect.load(model, device, trust_remote_code=trust_remote_code)
     tokens = torch.tensor(tokenizer(content)["input_ids"], dtype=torch.int64)
     blocks = collect.blocks_of(tokens, block, samples) if len(tokens) else []
-    _check(loaded, blocks, block, statistic)
-    importance, ranges = collect.importance_of(loaded, blocks, statistic)
+    _check(loaded, blocks, block)
+    importance, ranges = collect.importance_of(loaded, blocks)
     try:
-        write(output, statistic, importance, ranges)
+        write(output, importance, ranges)
     except OSError as error:
         raise ConfigError(f"--output {output}", [str(error)]) from error
-    measured = sum(map(len, blocks)) if statistic != "k_weight" else 0
-    done = f"{statistic} of {len(importance)} layers from {measured} tokens written to {output}"
+    measured = sum(map(len, blocks))
+    done = f"{len(importance)} layers, measured on {measured} tokens, written to {output}"
     click.echo(done, err=True)
-
-
-def _text(path: Path | None, statistic: str) -> str:
-    if statistic == "k_weight":
-        return ""
-    if path is None:
-        raise ConfigError("--text", [f"statistic {statistic!r} needs a text; name a UTF-8 file"])
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {path}", [f"cannot be read: {error}"]) from error
 
 
 def _collect() -> Any:
@@ -95,10 +81,10 @@ def _collect() -> Any:
     return collect
 
 
-def _check(model: Any, blocks: list[Any], block: int, statistic: str) -> None:
+def _check(model: Any, blocks: list[Any], block: int) -> None:
     reasons = []
     tokens = sum(map(len, blocks))
-    if statistic != "k_weight" and tokens < 2:
+    if tokens < 2:
         reasons.append(f"the text has {tokens} tokens; expected at least 2, better thousands")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and block > positions:

@@ -8,7 +8,6 @@ from attrs.validators import ge, in_, min_len, optional
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
 from topkv_authoring.parameters import BONUS
-from topkv_double_sparsity.calibration import PROMPT_STATISTICS, STATISTICS
 
 
 @frozen
@@ -19,8 +18,6 @@ class LabelParams:
         channels: r, channels of a label; None for half of them.
         label: of ``"int4"``, 4 bit with a scale and a zero, or ``"bf16"``, the keys' own dtype.
         calibration: path of the file that says which channels; None to choose from each prompt.
-        statistic: by which channels are chosen; of the file, or by default ``"qk_span"``.
-        pair_channels: channels c and c + D/2 are taken or left together.
         sink_tokens: first tokens, which every selection holds.
         sticky: bonus of tokens that are on the device, in natural logarithms.
     """
@@ -28,18 +25,8 @@ class LabelParams:
     channels: int | None = field(default=None, validator=optional(ge(1)))
     label: str = field(default="int4", validator=in_(("bf16", "int4")))
     calibration: str | None = field(default=None, validator=optional(min_len(1)))
-    statistic: str | None = field(default=None, validator=optional(in_(STATISTICS)))
-    pair_channels: bool = False
     sink_tokens: int = field(default=0, validator=ge(0))
     sticky: float = field(default=0.0, validator=BONUS)
-
-    def __attrs_post_init__(self) -> None:
-        if self.calibration is None and self.statistic not in (None, *PROMPT_STATISTICS):
-            raise ValueError(
-                f"statistic {self.statistic!r} comes from the weights of a model, not from a "
-                "prompt; write it to a file with 'topkv calibrate double_sparsity' and set "
-                "calibration"
-            )
 
 
 @hookimpl

@@ -23,26 +23,12 @@ SAMPLE = 4096
 """Most tokens of a request that the normaliser of a query head is estimated from."""
 
 
-def ranked(importance: Tensor) -> Tensor:
-    """Channels ``[Hkv, D]`` by descending importance; of equal ones the lower channel first."""
-    return importance.argsort(dim=-1, descending=True, stable=True)
+def choose(importance: Tensor, channels: int) -> Tensor:
+    """The most important channels of ``[Hkv, D]``, ascending; int32 ``[Hkv, r]``.
 
-
-def choose(importance: Tensor, channels: int, pairs: bool) -> Tensor:
-    """The most important channels, ascending; int32 ``[Hkv, r]``.
-
-    Args:
-        importance: ``[Hkv, D]``.
-        channels: r.
-        pairs: take channels c and c + D/2, which RoPE rotates into each other, together; a
-            pair is worth the sum of both.
+    Of equal ones the lower channel comes first.
     """
-    if pairs:
-        half = importance.shape[-1] // 2
-        low = ranked(importance[:, :half] + importance[:, half:])[:, : channels // 2]
-        best = torch.cat([low, low + half], dim=-1)
-    else:
-        best = ranked(importance)[:, :channels]
+    best = importance.argsort(dim=-1, descending=True, stable=True)[:, :channels]
     return best.sort(dim=-1).values.to(torch.int32)
 
 
