@@ -80,7 +80,6 @@ STAGED = [
         TWILIGHT,
         {"stages": [{"name": "head_sparsity"}]},
         {"stages": [{"name": "residual"}]},
-        {"stages": [{"name": "residual", "params": {"variance": True}}]},
         {"stages": [{"name": "skip_softmax"}]},
         {"stages": [{"name": "keydiff", "params": {"tokens": 131072 + 4096}}]},
     )

@@ -43,11 +43,10 @@ def test_a_stage_reads_what_stands_for_its_candidates(p):
     assert row["index_tokens"] == pytest.approx((bounds + keys) / token, abs=1e-3)
 
 
-@pytest.mark.parametrize("variance", ["true", "false"])
-def test_a_correction_reads_what_stands_for_the_request(variance):
-    """A correction reads means, and deviations where they are kept, of all units."""
-    row, _, dim, heads = ran(f"quest:stages=residual/variance={variance}")
+def test_a_correction_reads_what_stands_for_the_request():
+    """A correction reads means of all units."""
+    row, _, dim, heads = ran("quest:stages=residual")
     units = -(-(CONTEXT + ASK_BYTES) // UNIT)
     bounds, kept = units * 2 * heads * dim * 2, units * heads * dim * 4
-    expected = bounds + kept * (3 if variance == "true" else 2)
+    expected = bounds + kept * 2
     assert row["index_tokens"] == pytest.approx(expected / (2 * heads * dim * 4), abs=1e-3)

@@ -42,8 +42,8 @@ class CountsTheOpenUnit(Residual):
 class WeighsAsOneToken(Residual):
     """A unit weighs as much as one of its tokens."""
 
-    def weights(self, q, mean, deviation):
-        return super().weights(q, mean, deviation) - math.log(self.group.unit)
+    def weights(self, q, mean):
+        return super().weights(q, mean) - math.log(self.group.unit)
 
 
 class AddsKeys(Residual):
@@ -56,12 +56,16 @@ class AddsKeys(Residual):
         super().correct(evolve(layer, pools=pools), q, selection, out, lse)
 
 
-class KernelOfMeansAlone(ResidualTriton):
-    """The kernel leaves out how much keys differ."""
+class KernelScalesTwice(ResidualTriton):
+    """The kernel multiplies logits with their scale twice."""
 
-    def __init__(self, setup):
-        super().__init__(setup)
-        self.weighing = self.weighing | {"VARIANCE": False}
+    @hookimpl
+    def correct(self, layer, q, selection, out, lse):
+        model, self.model = self.model, evolve(self.model, scale=self.model.scale**2)
+        try:
+            super().correct(layer, q, selection, out, lse)
+        finally:
+            self.model = model
 
 
 class KernelSkipsTheLastShare(ResidualTriton):

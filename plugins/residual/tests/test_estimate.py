@@ -58,10 +58,9 @@ def dense(bench, rows, q):
 
 
 @pytest.mark.parametrize("scope", ["kv_head", "shared"])
-@pytest.mark.parametrize("variance", [True, False])
-def test_uniform_units_give_attention_to_everything(on, scope, variance):
+def test_uniform_units_give_attention_to_everything(on, scope):
     """Keys and values are equal within a unit: the estimate is what was left out."""
-    case = case_of(scope=scope, variance=variance)
+    case = case_of(scope=scope)
     keys = case.tokens(0).unflatten(0, (-1, 4))[:, :1].expand(-1, 4, -1, -1).flatten(0, 1)
     bench, rows = filled(on, case, keys)
     q = case.queries(3) * 2
@@ -77,7 +76,7 @@ def test_uniform_units_give_attention_to_everything(on, scope, variance):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_random_keys_come_nearer_to_attention_to_everything(on, dtype):
     """Keys are alike within a unit, as those of neighbours are: a third of the error is left."""
-    case = case_of(unit=8, dtype=dtype, units=48, variance=True)
+    case = case_of(unit=8, dtype=dtype, units=48)
     base = case.tokens(0).float().unflatten(0, (-1, 8))
     keys = (base[:, :1] + 0.5 * base).flatten(0, 1).to(dtype)
     bench, rows = filled(on, case, keys)
@@ -94,8 +93,7 @@ def test_random_keys_come_nearer_to_attention_to_everything(on, dtype):
     assert errors[1][1].max() < 0.25 * errors[0][1].max()
 
 
-def test_a_weight_is_between_the_mean_and_the_maximum_of_the_logits():
-    """Keys have one channel, where channels cannot depend on each other."""
+def test_a_weight_is_at_most_the_true_one():
 
     @given(
         seed=st.integers(0, 999),
@@ -108,37 +106,20 @@ def test_a_weight_is_between_the_mean_and_the_maximum_of_the_logits():
         generator = torch.Generator().manual_seed(seed)
         k = size * KEYS[kind]((unit, 1, 1), generator)[None].float()
         q = torch.randn(1, 3, 1, generator=generator)
-        mean, _, deviation = reference.summary(k, k, torch.ones(1, unit, dtype=torch.bool))
-        reported = reference.logits(q, mean[None], deviation[None], unit, 1.0)[0, :, 0]
-        plain = reference.logits(q, mean[None], None, unit, 1.0)[0, :, 0]
+        mean, _ = reference.summary(k, k, torch.ones(1, unit, dtype=torch.bool))
+        reported = reference.logits(q, mean[None], unit, 1.0)[0, :, 0]
         logits = torch.einsum("hd,ud->hu", q[0].double(), k[0, :, 0].double())
         slack = 1e-4 * (1 + logits.abs().amax(1))
-        assert (plain <= logits.logsumexp(1) + slack).all(), "Jensen"
-        assert (reported >= plain - slack).all()
-        # Samuelson's bound is of the mean; the maximum may be less for other deviations.
-        most = logits.mean(1) + logits.std(1, correction=0) * math.sqrt(unit - 1)
-        assert (reported <= most + math.log(unit) + slack).all()
+        assert (reported <= logits.logsumexp(1) + slack).all(), "Jensen"
+        assert (reported >= logits.amin(1) + math.log(unit) - slack).all()
 
     check()
-
-
-def test_normal_keys_weigh_what_they_weigh():
-    """Many normal logits: the mean alone is off by half of their variance, the estimate is not."""
-    generator = torch.Generator().manual_seed(0)
-    k = torch.randn(64, 128, 1, 16, generator=generator)
-    q = 0.5 * torch.randn(1, 4, 16, generator=generator)
-    mean, _, deviation = reference.summary(k, k, torch.ones(64, 128, dtype=torch.bool))
-    truth = torch.einsum("hd,cud->hcu", q[0], k[:, :, 0]).logsumexp(2)
-    plain = reference.logits(q, mean[None], None, 128, 1.0)[0]
-    reported = reference.logits(q, mean[None], deviation[None], 128, 1.0)[0]
-    assert (truth - plain).mean() > 1
-    assert (truth - reported).mean().abs() < 0.3
 
 
 def test_extreme_logits_stay_finite(on):
     """Attended logits far above or below those of what was left out."""
     for factor in (60.0, -60.0):
-        case = case_of(unit=4, units=12, variance=True)
+        case = case_of(unit=4, units=12)
         keys = case.tokens(0)
         bench, rows = filled(on, case, keys)
         q = factor * case.queries(3)
@@ -151,7 +132,7 @@ def test_extreme_logits_stay_finite(on):
 
 def test_many_shares_and_many_ids(on):
     """More units than a program takes, and a selection wider than a block of ids."""
-    case = case_of(unit=1, dim=4, units=400, variance=False)
+    case = case_of(unit=1, dim=4, units=400)
     case = evolve(case, select=150)
     keys = case.tokens(0)
     bench, rows = filled(on, case, keys)
@@ -167,9 +148,7 @@ def test_many_shares_and_many_ids(on):
 def test_wrong_parameters_are_refused_with_every_reason(on):
     bench = AlgorithmBench(subject_of(ENTRY, "stage", on), case_of())
     model = evolve(bench.model, softcap=30.0, dtype=torch.float64)
-    with pytest.raises(ConfigError, match="variance of residual must be true or false, got 1"):
-        params_of(ENTRY, {"variance": 1})
-    setup = StageSetup(model, bench.group, ENTRY.parameters(), bench.device)
+    setup = StageSetup(model, bench.group, params_of(ENTRY, {}), bench.device)
     with pytest.raises(ConfigError) as error:
         Residual(setup)
     reported = "\n".join(error.value.reasons)

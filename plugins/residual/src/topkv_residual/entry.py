@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from attrs import frozen
-
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-
-
-@frozen
-class ResidualParams:
-    """Parameters.
-
-    Attributes:
-        variance: the estimate uses the standard deviation of keys, too.
-    """
-
-    variance: bool = False
 
 
 @hookimpl
@@ -35,6 +22,5 @@ def topkv_register_stages() -> list[PluginEntry]:
                 scopes=("kv_head", "shared"),
                 traits=("exact_update", "head_equivariant"),
             ),
-            parameters=ResidualParams,
         )
     ]

@@ -21,9 +21,6 @@ def write_summary(k, v, valid, tokens, pools, at, OPTIONS: tl.constexpr, D: tl.c
     mean = tl.sum(k, 0) / tokens
     store(pools[0] + at * (2 * D) + d, mean, d < D)
     store(pools[0] + at * (2 * D) + D + d, tl.sum(v, 0) / tokens, d < D)
-    if OPTIONS[0]:
-        apart = tl.where(valid, k - mean[None, :], 0.0)
-        store(pools[1] + at * D + d, tl.sqrt(tl.sum(apart * apart, 0) / tokens), d < D)
 
 
 @triton.jit
@@ -41,7 +38,6 @@ def _selected(p_ids, u, select, BLOCK_K: tl.constexpr):
 def weigh_kernel(
     p_q,
     p_means,
-    p_deviation,
     p_ids,
     p_slots,
     p_lengths,
@@ -62,7 +58,6 @@ def weigh_kernel(
     GROUP: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
-    VARIANCE: tl.constexpr,
     D: tl.constexpr,
     TILE_U: tl.constexpr,
     TILES: tl.constexpr,
@@ -87,7 +82,6 @@ def weigh_kernel(
     q = tl.load(p_q + g.to(tl.int64)[None, :] * s_q_head + d[:, None], in_q, other=0.0)
     if FP32:
         q = q.to(tl.float32)
-    squares = q.to(tl.float32) * q.to(tl.float32)
     lane = row * (KV_HEADS // HEADS_PER_LANE) + head // HEADS_PER_LANE
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
@@ -100,12 +94,6 @@ def weigh_kernel(
         there = left[:, None] & in_d[None, :]
         key = tl.load(p_means + at[:, None] * (2 * D) + d[None, :], there, other=0.0).to(q.dtype)
         logits = tl.dot(key, q, input_precision="ieee") * logit_scale + log_unit
-        if VARIANCE:
-            apart = tl.load(p_deviation + at[:, None] * D + d[None, :], there, other=0.0)
-            apart = apart.to(tl.float32)
-            spread = tl.dot(apart * apart, squares, input_precision="ieee")
-            spread *= logit_scale * logit_scale
-            logits += tl.minimum(spread / 2, tl.sqrt(spread * (UNIT - 1)))
         logits = tl.where(left[:, None], logits, float("-inf"))
         above = tl.maximum(peak, tl.max(logits, 0))
         floor = tl.where(above == float("-inf"), 0.0, above)

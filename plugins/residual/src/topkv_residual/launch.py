@@ -45,7 +45,6 @@ class ResidualTriton(KeptByKernels, Residual):
             "KV_HEADS": model.num_kv_heads,
             "UNIT": group.unit,
             "UNITS_PER_PAGE": group.units_per_page,
-            "VARIANCE": self.variance,
             "D": model.head_dim,
             "BLOCK_D": block_d,
         }
@@ -69,15 +68,6 @@ class ResidualTriton(KeptByKernels, Residual):
             "num_warps": 1,
         }
 
-    @property
-    def options(self) -> tuple[bool]:
-        """A tuple of True if the deviation of keys is kept."""
-        return (self.variance,)
-
-    def _pools(self, layer: LayerView) -> tuple[Tensor, Tensor]:
-        means = layer.pools["means"]
-        return means, layer.pools.get("deviation", means)
-
     @hookimpl
     def correct(
         self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
@@ -85,23 +75,10 @@ class ResidualTriton(KeptByKernels, Residual):
         model, group, step = self.model, self.group, layer.step
         work = (self.peak, self.mass, self.sum)
         kernels.weigh_kernel[(step.batch * model.num_kv_heads, self.shares)](
-            *(
-                q,
-                *self._pools(layer),
-                selection.ids,
-                step.slots,
-                step.lengths,
-                step.page_table,
-                *work,
-            ),
-            *(step.page_table.stride(0), self.shares, selection.ids.shape[1]),
-            *(
-                model.scale,
-                math.log(group.unit),
-                q.stride(0),
-                q.stride(2),
-                selection.ids.stride(0),
-            ),
+            *(q, layer.pools["means"], selection.ids),
+            *(step.slots, step.lengths, step.page_table, *work),
+            *(step.page_table.stride(0), self.shares, selection.ids.shape[1], model.scale),
+            *(math.log(group.unit), q.stride(0), q.stride(2), selection.ids.stride(0)),
             **self.weighing,
         )
         kernels.add_kernel[(step.batch * model.num_heads,)](

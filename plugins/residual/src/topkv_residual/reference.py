@@ -11,42 +11,31 @@ import torch
 from torch import Tensor
 
 
-def summary(k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean key, mean value, and deviation of the keys by channel, fp32 ``[n, Hkv, D]``.
+def summary(k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean key and mean value, fp32 ``[n, Hkv, D]``.
 
     Args:
         k, v: ``[n, unit, Hkv, D]``.
         valid: bool ``[n, unit]``; rows in invalid places (NaN, say) have no influence.
     """
     there = valid[..., None, None]
-    count = there.sum(1)
-    keys, values = (torch.where(there, x.float(), 0.0) for x in (k, v))
-    mean = keys.sum(1) / count
-    apart = torch.where(there, keys - mean[:, None], 0.0)
-    return mean, values.sum(1) / count, ((apart * apart).sum(1) / count).sqrt()
+    keys, values = (torch.where(there, x.float(), 0.0).sum(1) / there.sum(1) for x in (k, v))
+    return keys, values
 
 
-def logits(q: Tensor, mean: Tensor, deviation: Tensor | None, unit: int, scale: float) -> Tensor:
+def logits(q: Tensor, mean: Tensor, unit: int, scale: float) -> Tensor:
     """Logarithm of the weight of the tokens of each unit together, fp32 ``[N, H, U]``.
 
-    Over the tokens of a unit, ``log sum e^s = log u + log mean e^s``. The logits s of a query have
-    the mean ``m = scale q.mean`` and, channels taken as independent, the variance
-    ``t = scale^2 sum_d q_d^2 deviation_d^2``. Were they normal, ``log mean e^s`` would be
-    ``m + t / 2``. It is at least m (Jensen), and at most their maximum, which of u numbers is at
-    most ``sqrt(t (u - 1))`` above the mean (Samuelson): so ``m + min(t / 2, sqrt(t (u - 1)))``.
+    Over the tokens of a unit, ``log sum e^s = log u + log mean e^s``, of which the last is at
+    least the mean of the logits s, ``scale q.mean`` (Jensen): that stands for it.
 
     Args:
         q: ``[N, H, D]``.
-        mean, deviation: ``[N, U, Hkv, D]``; without deviation t is 0.
+        mean: ``[N, U, Hkv, D]``.
         unit: u.
     """
-    heads = mean.shape[2]
-    q = q.float().unflatten(1, (heads, -1))
+    q = q.float().unflatten(1, (mean.shape[2], -1))
     found = torch.einsum("nhgd,nuhd->nhgu", q, mean.float()) * scale
-    if deviation is not None:
-        squares = deviation.float() ** 2
-        spread = torch.einsum("nhgd,nuhd->nhgu", q * q, squares) * scale**2
-        found = found + torch.minimum(spread / 2, (spread * (unit - 1)).sqrt())
     return found.flatten(1, 2) + math.log(unit)
 
 

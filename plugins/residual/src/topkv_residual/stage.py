@@ -1,7 +1,7 @@
 """The tail of attention as a stage: units that no selection holds, by their means.
 
-RetroInfer's estimation zone (Chen et al., arXiv 2505.02922) over the units of any selector, with a
-term for how much the keys of a unit differ. Differences from its code are in the README.
+RetroInfer's estimation zone (Chen et al., arXiv 2505.02922) over the units of any selector.
+Differences from its code are in the README.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ from topkv_residual import reference
 class Residual(KeepsUnits):
     """Adds every closed unit that was not attended, as one weighted mean value.
 
-    Of every unit and kv-head it keeps the mean key, the mean value and, with ``variance``, the
-    standard deviation of the keys by channel, in the dtype of the model. What the tokens of a unit
-    weigh together follows from them: see ``reference.logits``. The sum over all closed units that
-    the selection does not hold is added to the attended output by log-sum-exp.
+    Of every unit and kv-head it keeps the mean key and the mean value, in the dtype of the model.
+    What the tokens of a unit weigh together follows from them: see ``reference.logits``. The sum
+    over all closed units that the selection does not hold is added to the attended output by
+    log-sum-exp.
 
     Where keys and values within a unit are equal the estimate is exact, up to rounding, and the
     result is attention to everything. Where nothing is left out nothing changes, to the bit.
     What is kept is a function of the keys and values of a unit alone. Both are finite.
-
-    Attributes:
-        variance: the parameter.
     """
 
     keeps_values = True
@@ -39,7 +36,6 @@ class Residual(KeepsUnits):
     def __init__(self, setup: StageSetup) -> None:
         """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
-        self.variance: bool = setup.params.variance
         reasons = key_refusals(self.model, self.group, "means are")
         if self.model.softcap is not None:
             reasons.append("logits are estimated without a cap, and the model has a softcap")
@@ -53,9 +49,7 @@ class Residual(KeepsUnits):
 
     def representations(self) -> list[RepresentationSpec]:
         heads, dim, dtype = self.model.num_kv_heads, self.model.head_dim, self.model.dtype
-        means = RepresentationSpec("means", "unit", (heads, 2, dim), dtype)
-        deviation = RepresentationSpec("deviation", "unit", (heads, dim), dtype)
-        return [means, deviation] if self.variance else [means]
+        return [RepresentationSpec("means", "unit", (heads, 2, dim), dtype)]
 
     @hookimpl
     def spec(self) -> StageSpec:
@@ -64,12 +58,11 @@ class Residual(KeepsUnits):
     def represent(  # type: ignore[override]  # values come along
         self, keys: Tensor, values: Tensor, valid: Tensor
     ) -> dict[str, Tensor]:
-        mean, value, deviation = reference.summary(keys, values, valid)
-        return {"means": torch.stack([mean, value], 2), "deviation": deviation}
+        return {"means": torch.stack(reference.summary(keys, values, valid), 2)}
 
-    def weights(self, q: Tensor, mean: Tensor, deviation: Tensor | None) -> Tensor:
+    def weights(self, q: Tensor, mean: Tensor) -> Tensor:
         """Logarithms of what units weigh, see ``reference.logits``."""
-        return reference.logits(q, mean, deviation, self.group.unit, self.model.scale)
+        return reference.logits(q, mean, self.group.unit, self.model.scale)
 
     @hookimpl
     def correct(
@@ -83,8 +76,7 @@ class Residual(KeepsUnits):
         left = (there[:, None] & ~held).repeat_interleave(q.shape[2] // group.lane_heads, 1)
         at = host_ids(layer, step.slots.clamp(min=0)[:, None], torch.where(there, unit, 0))
         mean, value = layer.pools["means"][at].unbind(3)
-        deviation = layer.pools["deviation"][at] if self.variance else None
-        weights = self.weights(q[:, 0], mean, deviation)
+        weights = self.weights(q[:, 0], mean)
         new, total = reference.add(out[:, 0], lse[:, 0], weights, value, left)
         some = left.any(-1)
         out[:, 0] = torch.where(some[..., None], new.to(out.dtype), out[:, 0])
