@@ -107,7 +107,7 @@ def bench():
 
 @pytest.fixture
 def channel_file(tmp_path):
-    """Writes a calibration file of rows of importance, and names it."""
+    """Writes a calibration file of rows of importance, and names it; ``ranked`` makes such rows."""
 
     def write(layers, **further):
         path = tmp_path / "file.json"
@@ -115,6 +115,13 @@ def channel_file(tmp_path):
         path.write_text(json.dumps({**content, "layers": layers, **further}))
         return str(path)
 
+    def ranked(*orders):
+        """Rows in which each channel is more important than those behind it in an order."""
+        return [
+            [float(len(order) - order.index(c)) for c in range(len(order))] for order in orders
+        ]
+
+    write.ranked = ranked
     return write
 
 

@@ -47,7 +47,7 @@ def test_sinks_are_forced_and_the_best_of_the_others_follow(bench, tier, label, 
 def test_the_order_of_channels_changes_no_selection(bench, tier, channel_file):
     """A label with its channels shuffled, and queries that are looked up alike."""
     order = [[(7 * c + h) % 16 for c in range(16)] for h in range(2)]
-    path = channel_file({"0": order})
+    path = channel_file({"0": channel_file.ranked(*order)})
 
     @examples(tier, cpu=20, interpret=3)
     @given(seed=st.integers(0, 999), scope=st.sampled_from(["kv_head", "shared"]))

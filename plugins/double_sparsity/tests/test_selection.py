@@ -165,7 +165,7 @@ def assert_long(b, length):
 
 def test_keys_that_differ_in_dropped_channels_tie(bench, tier, channel_file):
     order = [3, 0, 9, 12, *sorted(set(range(16)) - {0, 3, 9, 12})]
-    path = channel_file({"0": [order, order]})
+    path = channel_file({"0": channel_file.ranked(order, order)})
 
     @examples(tier, cpu=20, interpret=3)
     @given(seed=st.integers(0, 999), label=st.sampled_from(["bf16", "int4"]))
