@@ -205,10 +205,8 @@ def test_bytes_are_those_of_the_readme(tokens, share):
 
 def test_wrong_parameters_are_refused_together():
     with pytest.raises(ConfigError) as raised:
-        made(4096, unit=2, window=0, iterations=True, seed=-1)
+        made(4096, window=0, iterations=True, seed=-1)
     assert len(raised.value.reasons) == 3
-    with pytest.raises(ConfigError, match="set unit=1"):
-        made(4096, unit=2)
     for change, what in (
         ({"segment": 100}, "segment must be at least window"),
         ({"tokens_per_cluster": 4}, "raise tokens_per_cluster"),

@@ -107,7 +107,7 @@ def bench():
 
 @pytest.fixture
 def channel_file(tmp_path):
-    """Writes a calibration file of rows of importance, and names it; ``ranked`` makes such rows."""
+    """Writes a calibration file of rows of importance, such as ``ranked`` makes, and names it."""
 
     def write(layers, **further):
         path = tmp_path / "file.json"

@@ -225,15 +225,12 @@ def test_a_neutral_stage_changes_no_bit_of_a_decode(on):
 
 def test_wrong_parameters_are_refused_with_every_reason(subject):
     bench = AlgorithmBench(subject, constant())
-    model = evolve(bench.model, softcap=30.0, dtype=torch.float64)
+    model = evolve(bench.model, softcap=30.0)
     with pytest.raises(ConfigError) as error:
         subject.params({"threshold": True, "head_budget": 0})
     one, two = error.value.reasons
     assert one == "parameter threshold of head_sparsity must be a number, got True"
     assert two == "parameter head_budget of head_sparsity must be > 0, got 0"
     setup = StageSetup(model, bench.group, subject.params({}), bench.device)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="softcap"):
         HeadSparsity(setup)
-    one, two = error.value.reasons
-    assert "float64" in one
-    assert "softcap" in two

@@ -271,7 +271,7 @@ def test_a_decode_attends_what_is_kept_and_the_tail(on):
 
 def test_wrong_parameters_are_refused_with_every_reason(subject):
     bench = AlgorithmBench(subject, constant())
-    model = evolve(bench.model, softcap=30.0, dtype=torch.float64)
+    model = evolve(bench.model, softcap=30.0, head_dim=1025)
     with pytest.raises(ConfigError) as error:
         subject.params({"p": 0, "widen": 1.5, "outliers": 9})
     assert [*error.value.reasons] == [
@@ -282,5 +282,5 @@ def test_wrong_parameters_are_refused_with_every_reason(subject):
     with pytest.raises(ConfigError) as error:
         TopP(StageSetup(model, bench.group, subject.params({}), bench.device))
     one, two = error.value.reasons
-    assert "float64" in one
+    assert "1024 channels" in one
     assert "softcap" in two

@@ -14,12 +14,11 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History
-from topkv.types import GroupShape, LayerView, ModelShape, Selection
+from topkv.types import LayerView, Selection
 from topkv_clusterkv import reference
 from topkv_clusterkv.entry import ClusterParams
 from topkv_clusterkv.store import RequestClusters, State, representations
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_CLUSTERS = 16384
 """Clusters of a request that the selection kernel holds in registers."""
 
@@ -39,7 +38,14 @@ class ClusterKV:
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.model, self.group, device = setup.model, setup.group, setup.device
         self.settings: ClusterParams = setup.params
-        _validate(self.model, self.group, self.settings)
+        clusters = self.settings.max_clusters(self.group.max_units)
+        if clusters > MAX_CLUSTERS:
+            reason = (
+                f"a request of {self.group.max_units} tokens has up to {clusters} clusters, at "
+                f"most {MAX_CLUSTERS} are supported; raise tokens_per_cluster or lower "
+                "max_request_tokens"
+            )
+            raise ConfigError("clusterkv", [reason])
         self.pending = self.settings.pending(self.group.ring_slots)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -208,21 +214,3 @@ def _write_clusters(layer: LayerView, slot: int, end: int, done: RequestClusters
     state[State.WATERMARK].fill_(end)
     state[State.BUILT].fill_(done.built)
     state[State.CLUSTERS].fill_(done.clusters)
-
-
-def _validate(model: ModelShape, group: GroupShape, params: ClusterParams) -> None:
-    reasons, clusters = [], params.max_clusters(group.max_units)
-    if clusters > MAX_CLUSTERS:
-        reasons.append(
-            f"a request of {group.max_units} tokens has up to {clusters} clusters, at most "
-            f"{MAX_CLUSTERS} are supported; raise tokens_per_cluster or lower max_request_tokens"
-        )
-    if group.unit != 1 or group.heads_per_lane != 1:
-        reasons.append(
-            f"clusterkv selects tokens for each kv-head, got unit {group.unit} and "
-            f"{group.heads_per_lane} kv-heads a lane; set unit=1 and scope='kv_head'"
-        )
-    if model.dtype not in DTYPES:
-        reasons.append(f"keys of {model.dtype} are not supported, only of {DTYPES}")
-    if reasons:
-        raise ConfigError("clusterkv", reasons)

@@ -7,6 +7,7 @@ from attrs.validators import ge
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import FLOATS
 
 SPARE = 8
 """Further windows that places are kept for: the end of every prompt makes clusters of its own."""
@@ -75,7 +76,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head",),
-                dtypes=("float16", "bfloat16", "float32"),
+                dtypes=FLOATS,
                 # Not scale_free: a mean of softmaxes. Not exact_update: decoded tokens are
                 # clustered by windows. Not low_ties: the lower of two tied clusters may hold
                 # the higher tokens.

@@ -7,7 +7,7 @@ from attrs.validators import in_
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-from topkv_authoring.parameters import BONUS
+from topkv_authoring.parameters import BONUS, FLOATS, RANKED
 
 
 @frozen
@@ -53,17 +53,10 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 attention=("mla",),
                 needs_index=True,
                 tail="selectable",
-                dtypes=("float16", "bfloat16", "float32"),
+                dtypes=FLOATS,
                 # Not scale_free: fp8 codes of scaled queries round anew, and scales have a least
                 # value. Not head_equivariant: there is one selection for all heads.
-                traits=(
-                    "attends",
-                    "nested",
-                    "exact_update",
-                    "low_ties",
-                    "incremental",
-                    "value_free",
-                ),
+                traits=("attends", "exact_update", *RANKED),
             ),
             defaults={
                 "unit": 1,

@@ -7,7 +7,7 @@ from attrs.validators import ge, in_, min_len, optional
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-from topkv_authoring.parameters import BONUS
+from topkv_authoring.parameters import BONUS, FLOATS, RANKED
 
 
 @frozen
@@ -43,17 +43,11 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),
+                dtypes=FLOATS,
                 attention=("gqa", "mla"),
                 # Promised for the default parameters. Not scale_free: a mean of softmaxes. Not
                 # exact_update: without a calibration file the first chunk chooses the channels.
-                traits=(
-                    "attends",
-                    "nested",
-                    "low_ties",
-                    "head_equivariant",
-                    "incremental",
-                    "value_free",
-                ),
+                traits=("attends", "head_equivariant", *RANKED),
             ),
             # Rows of scores are tokens; topkv-triton-topk is made for rows so long.
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1), "topk": "pivot"},

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from attrs import frozen
 
 from topkv.errors import ConfigError
 from topkv.types import GroupShape, ModelShape
 from topkv_double_sparsity.calibration import Calibration, read
 from topkv_double_sparsity.entry import LabelParams
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @frozen
@@ -39,10 +36,6 @@ def settings_of(model: ModelShape, group: GroupShape, params: LabelParams) -> Se
         ConfigError: with every reason, those of the calibration file included.
     """
     reasons, calibration, path = [], None, params.calibration
-    if group.unit != 1:
-        reasons.append(f"tokens are selected one by one, got unit = {group.unit}; set unit to 1")
-    if model.dtype not in DTYPES:
-        reasons.append(f"keys of {model.dtype} are not supported, only of {DTYPES}")
     channels = max(1, model.head_dim // 2) if params.channels is None else params.channels
     if channels > model.head_dim:
         reasons.append(

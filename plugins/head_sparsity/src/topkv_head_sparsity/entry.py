@@ -6,7 +6,7 @@ from attrs import field, frozen
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-from topkv_authoring.parameters import SHARE
+from topkv_authoring.parameters import FLOATS, SHARE
 
 
 @frozen
@@ -36,6 +36,7 @@ def topkv_register_stages() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
+                dtypes=FLOATS,
                 # Not attends, nested or scale_free: a flat lane drops, and what is flat depends on
                 # the size of logits.
                 traits=("exact_update", "head_equivariant", "value_free", "incremental"),

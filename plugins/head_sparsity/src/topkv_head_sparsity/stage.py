@@ -25,8 +25,6 @@ from topkv_authoring.selectors import (
 )
 from topkv_head_sparsity import reference
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 class HeadSparsity:
     """Drops most of the candidates of lanes whose attention is flat.
@@ -49,15 +47,11 @@ class HeadSparsity:
     """
 
     def __init__(self, setup: StageSetup) -> None:
-        """Raise ConfigError with all reasons."""
+        """Raise ConfigError for models with a softcap."""
         self.model, self.group = setup.model, setup.group
-        reasons = []
-        if self.model.dtype not in DTYPES:
-            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
         if self.model.softcap is not None:
-            reasons.append("logits are estimated without a cap, and the model has a softcap")
-        if reasons:
-            raise ConfigError(type(self).__name__, reasons)
+            reason = "logits are estimated without a cap, and the model has a softcap"
+            raise ConfigError(type(self).__name__, [reason])
         threshold, share = setup.params.threshold, setup.params.head_budget
         self.threshold = threshold if threshold < 1 else math.inf
         self.few = math.ceil(share * self.group.select)

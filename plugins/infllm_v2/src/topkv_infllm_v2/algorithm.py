@@ -15,8 +15,6 @@ from topkv_authoring.selectors import RankedUnits, host_ids
 from topkv_infllm_v2 import reference
 from topkv_infllm_v2.entry import WindowParams
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 class InfLLMv2(RankedUnits):
     """Selects the closed units with the best windows of compressed keys.
@@ -37,15 +35,13 @@ class InfLLMv2(RankedUnits):
     params: WindowParams
 
     def refusals(self) -> list[str]:
-        reasons, stride, unit = [], self.stride, self.group.unit
-        if unit % stride:
-            reasons.append(
-                f"stride must be a number of tokens that divides a unit of {unit}, got "
-                f"{stride}; set unit to a multiple of it"
-            )
-        if self.model.dtype not in DTYPES:
-            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
-        return reasons
+        stride, unit = self.stride, self.group.unit
+        if unit % stride == 0:
+            return []
+        return [
+            f"stride must be a number of tokens that divides a unit of {unit}, got {stride}; set "
+            "unit to a multiple of it"
+        ]
 
     @property
     def stride(self) -> int:

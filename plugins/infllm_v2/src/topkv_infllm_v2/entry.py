@@ -7,6 +7,7 @@ from attrs.validators import ge
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import FLOATS, RANKED
 
 
 @frozen
@@ -38,16 +39,10 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(2, 256),
                 scopes=("kv_head", "shared"),
+                dtypes=FLOATS,
                 # Not scale_free: a sum of softmaxes. Not attends: a key in the first part of a
                 # unit is as good for the unit before, with which it shares a window.
-                traits=(
-                    "nested",
-                    "exact_update",
-                    "low_ties",
-                    "head_equivariant",
-                    "incremental",
-                    "value_free",
-                ),
+                traits=("exact_update", "head_equivariant", *RANKED),
             ),
             defaults={"unit": 64, "scope": "kv_head", "dense_layers": (0, 1)},
             parameters=WindowParams,

@@ -7,6 +7,7 @@ from attrs.validators import ge
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import FLOATS
 
 
 @frozen
@@ -40,6 +41,7 @@ def topkv_register_stages() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
+                dtypes=FLOATS,
                 traits=("exact_update", "head_equivariant", "value_free"),
             ),
             parameters=KeyDiffParams,

@@ -19,8 +19,6 @@ from topkv_authoring.selectors import ScoredUnits
 from topkv_pariskv import reference
 from topkv_pariskv.entry import ParisParams
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 class ParisKV(ScoredUnits):
     """Selects the tokens of the highest mean softmaxed estimate of q·k, kept as its logarithm.
@@ -46,10 +44,7 @@ class ParisKV(ScoredUnits):
         self.signs = reference.flips(self.group.head_dim).to(setup.device)
 
     def refusals(self) -> list[str]:
-        reasons = outliers.refusals(self.model.head_dim)
-        if self.model.dtype not in DTYPES:
-            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
-        return reasons
+        return outliers.refusals(self.model.head_dim)
 
     def representations(self) -> list[RepresentationSpec]:
         heads, wide = self.group.num_kv_heads, reference.width(self.group.head_dim)

@@ -6,7 +6,7 @@ from attrs import field, frozen
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-from topkv_authoring.parameters import BONUS, PAIRS
+from topkv_authoring.parameters import BONUS, FLOATS, PAIRS, RANKED
 
 
 @frozen
@@ -40,16 +40,9 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),
+                dtypes=FLOATS,
                 # Not scale_free: a mean of softmaxes.
-                traits=(
-                    "attends",
-                    "nested",
-                    "exact_update",
-                    "low_ties",
-                    "head_equivariant",
-                    "incremental",
-                    "value_free",
-                ),
+                traits=("attends", "exact_update", "head_equivariant", *RANKED),
             ),
             # Rows of scores are tokens; topkv-triton-topk is made for rows so long.
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1), "topk": "pivot"},

@@ -21,7 +21,6 @@ from topkv_pqcache import reference
 from topkv_pqcache.entry import PQParams
 from topkv_pqcache.kmeans import kmeans
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BITS = {2: torch.int16, 4: torch.int32}
 """Integers of the size of a key's elements."""
 
@@ -67,15 +66,11 @@ class PQCache(ScoredUnits):
         self.places = min(2 * self.window, self.group.max_units)
 
     def refusals(self) -> list[str]:
-        reasons, dim, parts = [], self.group.head_dim, self.params.subvectors
-        if dim % parts:
-            fit = [m for m in range(1, min(dim, 16) + 1) if dim % m == 0]
-            reasons.append(
-                f"subvectors must divide the head dim, {dim}, got {parts}; set one of {fit}"
-            )
-        if self.model.dtype not in DTYPES:
-            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
-        return reasons
+        dim, parts = self.group.head_dim, self.params.subvectors
+        if dim % parts == 0:
+            return []
+        fit = [m for m in range(1, min(dim, 16) + 1) if dim % m == 0]
+        return [f"subvectors must divide the head dim, {dim}, got {parts}; set one of {fit}"]
 
     def representations(self) -> list[RepresentationSpec]:
         heads, dim = self.group.num_kv_heads, self.group.head_dim

@@ -7,7 +7,7 @@ from attrs.validators import ge, le
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-from topkv_authoring.parameters import BONUS
+from topkv_authoring.parameters import BONUS, FLOATS, RANKED
 
 
 @frozen
@@ -59,17 +59,10 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),
-                dtypes=("float16", "bfloat16", "float32"),
+                dtypes=FLOATS,
                 # Not scale_free: a mean of softmaxes. Not exact_update: prompts and windows of
                 # decoded tokens train other codebooks.
-                traits=(
-                    "attends",
-                    "nested",
-                    "low_ties",
-                    "head_equivariant",
-                    "incremental",
-                    "value_free",
-                ),
+                traits=("attends", "head_equivariant", *RANKED),
             ),
             # Rows of scores are tokens; topkv-triton-topk is made for rows so long.
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1), "topk": "pivot"},

@@ -7,7 +7,7 @@ from attrs.validators import in_
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-from topkv_authoring.parameters import BONUS
+from topkv_authoring.parameters import BONUS, FLOATS, RANKED
 
 
 @frozen
@@ -39,18 +39,11 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
+                dtypes=FLOATS,
                 attention=("gqa", "mla"),
                 queries=8,
                 # Not scale_free: a mean of softmaxes.
-                traits=(
-                    "attends",
-                    "nested",
-                    "exact_update",
-                    "low_ties",
-                    "head_equivariant",
-                    "incremental",
-                    "value_free",
-                ),
+                traits=("attends", "exact_update", "head_equivariant", *RANKED),
             ),
             defaults={"unit": 16, "scope": "kv_head", "dense_layers": (0, 1)},
             parameters=QuestParams,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import FLOATS
 
 
 @hookimpl
@@ -20,6 +21,7 @@ def topkv_register_stages() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
+                dtypes=FLOATS,
                 traits=("exact_update", "head_equivariant"),
             ),
         )

@@ -21,7 +21,6 @@ from topkv_rocketkv import reference
 from topkv_rocketkv.entry import RocketParams
 from topkv_rocketkv.split import capacity, channels
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_CHANNELS = 256
 """Largest D whose queries and bounds a program of the kernels holds."""
 
@@ -51,17 +50,6 @@ class RocketKV(Voting, ScoredUnits):
         self.attended = (self.group.select + 1) * self.group.unit
 
     def refusals(self) -> list[str]:
-        reasons = self._refused_budgets()
-        if self.model.dtype not in DTYPES:
-            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
-        if self.model.head_dim > MOST_CHANNELS:
-            reasons.append(
-                f"head_dim must be at most {MOST_CHANNELS}, got {self.model.head_dim}; select by "
-                "another algorithm"
-            )
-        return reasons
-
-    def _refused_budgets(self) -> list[str]:
         reasons, params, dim = [], self.params, self.model.head_dim
         prompt, read = params.prompt_budget, params.channels
         least = max((self.group.select + 1) * self.group.unit, params.window + 1)
@@ -73,6 +61,10 @@ class RocketKV(Voting, ScoredUnits):
             )
         if read is not None and read > dim:
             reasons.append(f"channels must be None or an integer of 1 to {dim}, got {read}")
+        if dim > MOST_CHANNELS:
+            reasons.append(
+                f"head_dim must be at most {MOST_CHANNELS}, got {dim}; select by another algorithm"
+            )
         return reasons
 
     def representations(self) -> list[RepresentationSpec]:

@@ -7,7 +7,7 @@ from attrs.validators import ge, optional
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-from topkv_authoring.parameters import BONUS, odd
+from topkv_authoring.parameters import BONUS, FLOATS, odd
 
 
 @frozen
@@ -45,6 +45,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
+                dtypes=FLOATS,
                 max_group=64,
                 # Neither attends nor low_ties: a prompt's votes may drop the unit that would win.
                 traits=("exact_update", "head_equivariant", "value_free"),

@@ -37,7 +37,7 @@ class SnapKV(Voting):
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.model, self.group = setup.model, setup.group
-        self.params = read(self.model, self.group, setup.params)
+        self.params = read(self.group, setup.params)
         self.work: TopK | None = None
 
     @hookimpl

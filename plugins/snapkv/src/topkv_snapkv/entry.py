@@ -7,7 +7,7 @@ from attrs.validators import ge, in_
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-from topkv_authoring.parameters import odd
+from topkv_authoring.parameters import FLOATS, odd
 
 
 @frozen
@@ -45,6 +45,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),
+                dtypes=FLOATS,
                 traits=("nested", "scale_free", "head_equivariant", "value_free"),
             ),
             defaults={"unit": 1, "scope": "kv_head"},

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from attrs import frozen
 
 from topkv.errors import ConfigError
 from topkv.parameters import values
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape
 from topkv_snapkv.entry import SnapParams
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @frozen
@@ -27,26 +24,16 @@ class Settings(SnapParams):
     covers: bool = False
 
 
-def read(model: ModelShape, group: GroupShape, params: SnapParams) -> Settings:
-    """Check parameters and shape.
-
-    Raises:
-        ConfigError: with every reason.
-    """
+def read(group: GroupShape, params: SnapParams) -> Settings:
+    """Raise ConfigError if the budget leaves nothing to choose."""
     covers = group.select >= group.max_units - 1  # of all tokens but the newest
     cap = group.max_units if covers else group.select - params.generated
-    reasons = []
-    if group.unit != 1:
-        reasons.append(f"unit must be 1, got {group.unit}")
-    if model.dtype not in DTYPES:
-        reasons.append(f"keys of {model.dtype} are not supported, only of {DTYPES}")
-    if not reasons and not covers and cap <= params.window:
-        reasons.append(
+    if not covers and cap <= params.window:
+        reason = (
             f"a selection of {group.select} tokens less generated = {params.generated} leaves "
             f"{max(cap, 0)} for the prompt, and the window alone has {params.window}; raise "
             f"budget (and max_request_tokens) to at least {params.window + params.generated + 2}, "
             "or lower generated or window"
         )
-    if reasons:
-        raise ConfigError("snapkv", reasons)
+        raise ConfigError("snapkv", [reason])
     return Settings(**values(params), cap=cap, covers=covers)

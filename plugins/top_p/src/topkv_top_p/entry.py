@@ -7,7 +7,7 @@ from attrs.validators import ge
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-from topkv_authoring.parameters import PAIRS, SHARE
+from topkv_authoring.parameters import FLOATS, PAIRS, SHARE
 
 
 @frozen
@@ -39,6 +39,7 @@ def topkv_register_stages() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
+                dtypes=FLOATS,
                 # Not attends: it drops. Not nested, not scale_free: a softmax over candidates.
                 traits=("exact_update", "head_equivariant", "value_free", "incremental"),
             ),

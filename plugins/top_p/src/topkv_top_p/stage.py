@@ -19,8 +19,6 @@ from topkv_authoring.selectors import host_ids
 from topkv_top_p import reference
 from topkv_top_p.entry import TopPParams
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 POOLS = ("codes", "meta", "outliers")
 """Pools, in the order in which ``reference.encode`` makes their contents."""
 
@@ -50,8 +48,6 @@ class TopP:
         params: TopPParams = setup.params
         self.p, self.widen, self.outliers = params.p, params.widen, params.outliers
         reasons = outliers.refusals(self.model.head_dim)
-        if self.model.dtype not in DTYPES:
-            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
         if self.model.softcap is not None:
             reasons.append("logits are estimated without a cap, and the model has a softcap")
         if reasons:

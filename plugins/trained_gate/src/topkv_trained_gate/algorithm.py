@@ -37,22 +37,19 @@ class TrainedGate:
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.model, self.group = setup.model, setup.group
         reasons, indexer, lanes = [], setup.model.indexer, setup.group.lane_heads
+        assert indexer is not None  # the entry needs one
         local, most = setup.params.local, setup.group.select + 1
         if local > most:
             reasons.append(
                 f"local must be a number of units from 1 to {most}, which the budget has, got "
                 f"{local}; lower it, or raise budget"
             )
-        if indexer is None:
-            reasons.append(
-                "the model has no index; choose an algorithm that does without one, such as quest"
-            )
-        elif indexer.num_heads != lanes:
+        if indexer.num_heads != lanes:
             reasons.append(
                 f"each kv-head needs an index head of its own, got {indexer.num_heads} index "
                 f"heads for {lanes} lanes; choose another algorithm"
             )
-        if reasons or indexer is None:
+        if reasons:
             raise ConfigError("trained_gate", reasons)
         self.heads, self.dim, self.local = lanes, indexer.head_dim, local
 

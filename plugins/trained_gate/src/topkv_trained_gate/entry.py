@@ -7,6 +7,7 @@ from attrs.validators import ge
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import FLOATS, RANKED
 
 
 @frozen
@@ -35,16 +36,8 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 units=(1, 256),
                 scopes=("kv_head",),
                 needs_index=True,
-                dtypes=("float16", "bfloat16", "float32"),
-                traits=(
-                    "attends",
-                    "nested",
-                    "scale_free",
-                    "exact_update",
-                    "low_ties",
-                    "incremental",
-                    "value_free",
-                ),
+                dtypes=FLOATS,
+                traits=("attends", "scale_free", "exact_update", *RANKED),
             ),
             defaults={
                 "unit": 128,

@@ -1,4 +1,4 @@
-"""Validators of parameters that several plugins have; entries import them, so no torch is here."""
+"""What entries of several plugins say alike; they import it, so no torch is here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 
 from attrs import Attribute
 from attrs.validators import ge, gt, le, lt
+
+FLOATS = ("float16", "bfloat16", "float32")
+"""Dtypes of the keys that selectors and stages read, for ``Capabilities.dtypes``."""
+
+RANKED = ("nested", "low_ties", "incremental", "value_free")
+"""Traits of algorithms that rank keys, or what they keep of units of keys, by an exact top-k."""
 
 BONUS = [ge(0), lt(math.inf)]
 """Validators of ``sticky``, in natural logarithms (``topkv_authoring.sticky``)."""

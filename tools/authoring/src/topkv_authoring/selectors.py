@@ -140,25 +140,19 @@ def ends_of(params: object, select: int) -> tuple[int, int]:
     return sinks, recent
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
 def key_refusals(model: ModelShape, group: GroupShape, kept: str) -> list[str]:
-    """Reasons against keys of another dtype than ``DTYPES``, or that are stored as another one.
+    """The reason against keys that are stored as another dtype than that of the model.
 
     Args:
         model, group: as in the setup.
         kept: what is made of keys and how it is, ``"bounds are"`` say.
     """
-    reasons = []
-    if model.dtype not in DTYPES:
-        reasons.append(f"keys of {model.dtype} are not supported, only of {DTYPES}")
-    if group.dtype is not model.dtype:
-        reasons.append(
-            f"{kept} made of rows of {model.dtype}, and they are stored as {group.dtype}; set "
-            "kv_format to 'model'"
-        )
-    return reasons
+    if group.dtype is model.dtype:
+        return []
+    return [
+        f"{kept} made of rows of {model.dtype}, and they are stored as {group.dtype}; set "
+        "kv_format to 'model'"
+    ]
 
 
 def gather_scores(scores: Tensor, selection: Selection) -> None:
