@@ -9,6 +9,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.types import LayerView, Selection
+from topkv_authoring.constants import constants
 from topkv_clusterkv import kernels
 from topkv_clusterkv.algorithm import ClusterKV, only_query
 
@@ -44,36 +45,26 @@ class ClusterKVTriton(ClusterKV):
         self.mass = torch.empty((heads, self.blocks), **floats)
         self.upto = torch.empty((group.max_lanes, self.clusters), dtype=torch.int32, device=device)
         self.bits = _BITS[model.dtype.itemsize]
-        heads_of = {"KV_HEADS": model.num_kv_heads}
-        dims = {"D": group.head_dim, "BLOCK_D": max(16, triton.next_power_of_2(group.head_dim))}
         block_c = max(16, triton.next_power_of_2(self.clusters))
-        self.updating = {**heads_of, **dims, "PENDING": self.pending}
-        self.scoring = {
-            **heads_of,
-            **dims,
-            "GROUP": model.group_size,
-            "TILE_C": TILE_C,
-            "TILES": TILES,
-            "STAGES": STAGES,
-            "BLOCK_G": max(16, triton.next_power_of_2(model.group_size)),
-            "FP32": model.dtype is torch.float32 or device.type == "cpu",
-            "num_warps": 1,
-        }
-        self.taking = {
-            **heads_of,
-            "GROUP": model.group_size,
-            "BLOCK": BLOCK,
-            "BLOCK_P": max(2, triton.next_power_of_2(self.blocks)),
-            "BLOCK_C": block_c,
-            "STEPS": max(group.max_units, 1).bit_length(),
-            "num_warps": min(max(block_c // 512, 1), 16),
-        }
-        self.expanding = {
-            **heads_of,
-            "BLOCK_K": min(BLOCK_K, max(16, triton.next_power_of_2(group.select))),
-            "STEPS": self.clusters.bit_length(),
-            "num_warps": 2,
-        }
+        self.updating = constants(kernels.update_kernel, setup, PENDING=self.pending, num_warps=1)
+        sizes = {"TILE_C": TILE_C, "TILES": TILES, "STAGES": STAGES, "num_warps": 1}
+        self.scoring = constants(kernels.score_kernel, setup, **sizes)
+        self.taking = constants(
+            kernels.take_kernel,
+            setup,
+            BLOCK=BLOCK,
+            BLOCK_P=max(2, triton.next_power_of_2(self.blocks)),
+            BLOCK_C=block_c,
+            STEPS=max(group.max_units, 1).bit_length(),
+            num_warps=min(max(block_c // 512, 1), 16),
+        )
+        self.expanding = constants(
+            kernels.expand_kernel,
+            setup,
+            BLOCK_K=min(BLOCK_K, max(16, triton.next_power_of_2(group.select))),
+            STEPS=self.clusters.bit_length(),
+            num_warps=2,
+        )
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
@@ -85,7 +76,6 @@ class ClusterKVTriton(ClusterKV):
             *(k.view(self.bits), pools["keys"].view(self.bits), pools["state"]),
             *(step.slots, step.lengths, step.appended, k.stride(0), k.stride(1)),
             **self.updating,
-            num_warps=1,
         )
 
     @hookimpl

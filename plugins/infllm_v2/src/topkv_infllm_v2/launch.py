@@ -9,6 +9,7 @@ from torch import Tensor
 
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.types import LayerView
+from topkv_authoring.constants import constants
 from topkv_authoring.lane_scores import HeadScores
 from topkv_authoring.units import KeptByKernels
 from topkv_infllm_v2 import kernels
@@ -40,22 +41,9 @@ class InfLLMv2Triton(KeptByKernels, InfLLMv2):
         self.scores = torch.empty(shape, dtype=torch.float32, device=device)
         self.closed = torch.zeros(group.max_lanes, dtype=torch.int32, device=device)
         parts = {"STRIDE": self.stride, "PARTS": self.parts}
-        means = parts | {
-            "KV_HEADS": group.num_kv_heads,
-            "UNITS_PER_PAGE": group.units_per_page,
-            "D": group.head_dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(group.head_dim)),
-        }
-        self.scoring = means | {
-            "GROUP": model.group_size,
-            "TILE": TILE,
-            "TILES": TILES,
-            "STAGES": STAGES,
-            "BLOCK_G": max(16, triton.next_power_of_2(model.group_size)),
-            "FP32": model.dtype is torch.float32 or device.type == "cpu",
-            "num_warps": 1,
-        }
-        self.pooling = parts | {"LANE_HEADS": group.lane_heads, "UNIT": group.unit}
+        sizes = {"TILE": TILE, "TILES": TILES, "STAGES": STAGES, "num_warps": 1}
+        self.scoring = constants(kernels.window_kernel, setup, **parts, **sizes)
+        self.pooling = constants(kernels.unit_kernel, setup, BLOCK_U=BLOCK_U, **parts)
 
     @property
     def options(self) -> tuple[int]:
@@ -82,7 +70,6 @@ class InfLLMv2Triton(KeptByKernels, InfLLMv2):
         kernels.unit_kernel[(lanes, triton.cdiv(group.max_units, BLOCK_U))](
             *(windows, *tables, scores, closed, group.max_units),
             *(self.sink_units, self.recent_units),
-            BLOCK_U=BLOCK_U,
             **self.pooling,
         )
         return scores, closed

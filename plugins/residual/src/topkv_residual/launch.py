@@ -11,6 +11,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.stage import StageSetup
 from topkv.types import LayerView, Selection
+from topkv_authoring.constants import constants
 from topkv_authoring.units import KeptByKernels
 from topkv_residual import kernels
 from topkv_residual.stage import Residual
@@ -40,33 +41,15 @@ class ResidualTriton(KeptByKernels, Residual):
             return torch.empty(pairs * each, dtype=torch.float32, device=device)
 
         self.peak, self.mass, self.sum = scratch(1), scratch(1), scratch(model.head_dim)
-        block_d = max(16, triton.next_power_of_2(model.head_dim))
-        geometry = {
-            "KV_HEADS": model.num_kv_heads,
-            "UNIT": group.unit,
-            "UNITS_PER_PAGE": group.units_per_page,
-            "D": model.head_dim,
-            "BLOCK_D": block_d,
-        }
-        self.weighing = geometry | {
-            "HEADS_PER_LANE": group.heads_per_lane,
-            "GROUP": model.group_size,
-            "TILE_U": TILE_U,
-            "TILES": TILES,
-            "STAGES": STAGES,
-            "BLOCK_G": max(16, triton.next_power_of_2(model.group_size)),
-            "BLOCK_K": BLOCK_K,
-            "FP32": model.dtype is torch.float32 or device.type == "cpu",
-            "num_warps": 4,
-        }
-        self.adding = {
-            "HEADS": model.num_heads,
-            "UNIT": group.unit,
-            "SHARE_UNITS": TILE_U * TILES,
-            "D": model.head_dim,
-            "BLOCK_D": block_d,
-            "num_warps": 1,
-        }
+        sizes = {"TILE_U": TILE_U, "TILES": TILES, "STAGES": STAGES, "BLOCK_K": BLOCK_K}
+        self.weighing = constants(kernels.weigh_kernel, setup, num_warps=4, **sizes)
+        self.adding = constants(
+            kernels.add_kernel,
+            setup,
+            HEADS=model.num_heads,
+            SHARE_UNITS=TILE_U * TILES,
+            num_warps=1,
+        )
 
     @hookimpl
     def correct(

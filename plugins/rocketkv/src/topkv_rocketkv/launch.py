@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.types import LayerView
+from topkv_authoring.constants import constants
 from topkv_authoring.lane_scores import HeadScores
 from topkv_authoring.units import KeptByKernels
 from topkv_rocketkv import kernels, reference
@@ -35,33 +35,14 @@ class RocketKVTriton(KeptByKernels, RocketKV):
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
         model, group, device = self.model, self.group, setup.device
-        block_g = max(16, triton.next_power_of_2(model.group_size))
         pairs = group.max_requests * model.num_kv_heads
         self.heads = HeadScores(model, group, BLOCK_U, device)
         self.sides = torch.zeros((pairs, model.head_dim), dtype=torch.int8, device=device)
-        self.factors = torch.empty((pairs, block_g), dtype=torch.float32, device=device)
-        geometry = {
-            "KV_HEADS": model.num_kv_heads,
-            "D": model.head_dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(model.head_dim)),
-            "num_warps": 4,
-        }
-        units = {"UNIT": group.unit, "UNITS_PER_PAGE": group.units_per_page}
-        heads = {"GROUP": model.group_size, "BLOCK_G": block_g}
-        self.asking = geometry | heads
-        self.scoring = (
-            geometry
-            | units
-            | heads
-            | {
-                "HEADS_PER_LANE": group.heads_per_lane,
-                "DROPPED": reference.DROPPED,
-                "TILE_U": TILE_U,
-                "TILES": TILES,
-                "STAGES": STAGES,
-                "FP32": model.dtype is torch.float32 or device.type == "cpu",
-            }
-        )
+        self.asking = constants(kernels.query_kernel, setup, num_warps=4)
+        shape = (pairs, self.asking["BLOCK_G"])
+        self.factors = torch.empty(shape, dtype=torch.float32, device=device)
+        sizes = {"TILE_U": TILE_U, "TILES": TILES, "STAGES": STAGES, "num_warps": 4}
+        self.scoring = constants(kernels.score_kernel, setup, DROPPED=reference.DROPPED, **sizes)
 
     @property
     def options(self) -> tuple[int, int]:

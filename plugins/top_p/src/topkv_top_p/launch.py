@@ -11,6 +11,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.stage import StageSetup
 from topkv.types import LayerView, Selection
+from topkv_authoring.constants import constants
 from topkv_authoring.units import KeptOfTokens
 from topkv_top_p import kernels, key_kernels
 from topkv_top_p.stage import TopP
@@ -40,26 +41,17 @@ class TopPTriton(KeptOfTokens, TopP):
         rows = group.max_requests * self.padded
         self.worth = torch.empty(rows * model.num_heads, dtype=torch.float32, device=device)
         self.ranks = torch.empty(rows * group.lane_heads, dtype=torch.int32, device=device)
-        geometry = {
-            "KV_HEADS": model.num_kv_heads,
-            "PAGE": group.page_tokens,
-            "D": model.head_dim,
-            "PAIRS": self.outliers,
-            "num_warps": 4,
-        }
         wide = max(2, triton.next_power_of_2(model.head_dim))
         block_u = triton.next_power_of_2(group.unit)
-        self.weighing = geometry | {
-            "HEADS_PER_LANE": group.heads_per_lane,
-            "GROUP": model.group_size,
-            "UNIT": group.unit,
-            "BLOCK_W": max(16, wide // 2),
-            "BLOCK_C": max(1, TOKENS // block_u),
-            "BLOCK_U": block_u,
-            "BLOCK_G": max(16, triton.next_power_of_2(model.group_size)),
-            "FP32": model.dtype is torch.float32 or device.type == "cpu",
-            "num_warps": 2,
-        }
+        self.weighing = constants(
+            kernels.worth_kernel,
+            setup,
+            PAIRS=self.outliers,
+            BLOCK_W=max(16, wide // 2),
+            BLOCK_C=max(1, TOKENS // block_u),
+            BLOCK_U=block_u,
+            num_warps=2,
+        )
         heads = model.num_heads // group.lane_heads
         block_g = triton.next_power_of_2(heads)
         most = triton.next_power_of_2(max(offered, 2))
