@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
+from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.hooks.topk import TopK
 from topkv.types import LayerView, Selection
 from topkv_authoring.votes import Voting, pooled
 from topkv_snapkv import reference
-from topkv_snapkv.parameters import read
+from topkv_snapkv.entry import SnapParams
 
 PROMPT, SETTLED = range(2)
 """Columns of the pool ``turn``: tokens at the last settle; whether one came since the last prompt
@@ -33,22 +34,41 @@ class SnapKV(Voting):
 
     ``construct`` takes the queries up, whatever the chunks. ``settle`` reads the history once and
     chooses. Decoding changes nothing.
+
+    Attributes:
+        params: as in the setup.
+        covers: a selection holds all tokens that a request can have. Then all of them are kept,
+            and nothing is chosen.
+        cap: prompt tokens of a lane.
+        work: top-k of the choice; None for plain torch.
     """
 
     def __init__(self, setup: AlgorithmSetup) -> None:
+        """Raise ConfigError if the budget leaves nothing to choose."""
         self.model, self.group = setup.model, setup.group
-        self.params = read(self.group, setup.params)
+        self.params: SnapParams = setup.params
+        select, room, window = self.group.select, self.params.generated, self.params.window
+        self.covers = select >= self.group.max_units - 1  # of all tokens but the newest
+        self.cap = self.group.max_units if self.covers else select - room
+        if self.cap <= window and not self.covers:
+            reason = (
+                f"a selection of {select} tokens less generated = {room} leaves "
+                f"{max(self.cap, 0)} for the prompt, and the window alone has {window}; raise "
+                f"budget (and max_request_tokens) to at least {window + room + 2}, or lower "
+                "generated or window"
+            )
+            raise ConfigError("snapkv", [reason])
         self.work: TopK | None = None
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
         s, lanes = self.params, self.group.lane_heads
-        shapes = {"kept": (lanes, s.cap), "count": (lanes,), "turn": (2,)}
+        shapes = {"kept": (lanes, self.cap), "count": (lanes,), "turn": (2,)}
         ids = (RepresentationSpec(name, "request", shapes[name], torch.int32) for name in shapes)
         return AlgorithmSpec(
             (*self.voters(), *ids),
             settle_whole=True,
-            generated=None if s.slide or s.covers else s.generated,
+            generated=None if s.slide or self.covers else s.generated,
             prompt_tail=s.window,
         )
 
@@ -66,7 +86,7 @@ class SnapKV(Voting):
         s, lanes, pools = self.params, self.group.lane_heads, layer.pools
         before = pools["kept"][slot].clone()
         window = torch.arange(max(length - s.window, 0), length, device=before.device)
-        if length <= s.cap:
+        if length <= self.cap:
             rest = torch.arange(length - len(window), device=before.device).expand(lanes, -1)
         else:
             scores = self.votes(layer, slot, length, history)
@@ -75,7 +95,7 @@ class SnapKV(Voting):
         ids = torch.where(ids < 0, reference.NEVER, ids).sort(1).values
         ids = torch.where(ids < reference.NEVER, ids, -1)
         pools["kept"][slot] = -1
-        pools["kept"][slot, :, : ids.shape[1]] = ids[:, : s.cap]
+        pools["kept"][slot, :, : ids.shape[1]] = ids[:, : self.cap]
         pools["count"][slot] = (ids >= 0).sum(1).int()
         pools["turn"][slot, PROMPT], pools["turn"][slot, SETTLED] = length, 1
 
@@ -92,7 +112,7 @@ class SnapKV(Voting):
         lengths = torch.where(step.slots >= 0, step.lengths, 0).repeat_interleave(lanes)
         kept, count = pools["kept"][slots].flatten(0, 1), pools["count"][slots].flatten()
         prompt = pools["turn"][slots, PROMPT].repeat_interleave(lanes)
-        sizes = (s.cap, s.generated, out.ids.shape[1])
+        sizes = (self.cap, s.generated, out.ids.shape[1])
         out.ids.copy_(reference.select(kept, count, prompt, lengths, *sizes))
         return out
 
@@ -106,4 +126,4 @@ class SnapKV(Voting):
         held = torch.nn.functional.pad(torch.zeros_like(votes), (0, 1)).scatter(1, known.long(), 1)
         scores = pooled(votes, s.kernel)
         scores = torch.where((votes > 0).any(), scores, held[:, :-1])
-        return reference.best(scores, s.cap - s.window, self.work)
+        return reference.best(scores, self.cap - s.window, self.work)

@@ -54,8 +54,8 @@ class SnapKVTriton(SnapKV):
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
-        if not self.params.covers:
-            most = self.params.cap - self.params.window
+        if not self.covers:
+            most = self.cap - self.params.window
             self.work = setup.topk(self.group.lane_heads, self.group.max_units, most)
 
     @hookimpl
@@ -76,7 +76,7 @@ class SnapKVTriton(SnapKV):
             p_ids=out.ids,
             s_ids=out.ids.stride(0),
             select=width,
-            cap=self.params.cap,
+            cap=self.cap,
             room=self.params.generated,
             LANE_HEADS=group.lane_heads,
             WIDTH=pools["kept"].shape[-1],
