@@ -16,17 +16,11 @@ from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
 from topkv.types import LayerView, Selection
-from topkv_authoring.selectors import (
-    appended_units,
-    chunk_units,
-    host_ids,
-    ring_units,
-    write_units,
-)
+from topkv_authoring.selectors import KeepsUnits, host_ids
 from topkv_head_sparsity import reference
 
 
-class HeadSparsity:
+class HeadSparsity(KeepsUnits):
     """Drops most of the candidates of lanes whose attention is flat.
 
     Of each run of ``reference.RUN`` tokens it keeps the mean key in 4 bits a channel. What the
@@ -56,34 +50,19 @@ class HeadSparsity:
         self.threshold = threshold if threshold < 1 else math.inf
         self.few = math.ceil(share * self.group.select)
 
-    @hookimpl
-    def spec(self) -> StageSpec:
+    def representations(self) -> list[RepresentationSpec]:
         heads, half = self.model.num_kv_heads, (self.model.head_dim + 1) // 2
         runs = -(-self.group.unit // reference.RUN)
         codes = RepresentationSpec("codes", "unit", (heads, runs, half), torch.uint8)
-        return StageSpec(
-            (codes, RepresentationSpec("scale", "unit", (heads, runs), torch.float32))
-        )
+        return [codes, RepresentationSpec("scale", "unit", (heads, runs), torch.float32)]
 
     @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        units, keys, valid = chunk_units(self.group, start, k)
-        self._write(layer, torch.full_like(units, slot), units, keys, valid)
+    def spec(self) -> StageSpec:
+        return StageSpec(tuple(self.representations()))
 
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        # There is no ring where a stage regrains: units are then of one token.
-        slots, units, valid = appended_units(layer)
-        keys = k if self.group.unit == 1 else ring_units(layer, layer.ring_k, slots, units)
-        self._write(layer, slots, units, keys, valid)
-
-    def _write(
-        self, layer: LayerView, slots: Tensor, units: Tensor, keys: Tensor, valid: Tensor
-    ) -> None:
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
         codes, scale = reference.encode(reference.means(keys, valid))
-        write_units(layer, slots, units, {"codes": codes, "scale": scale})
+        return {"codes": codes, "scale": scale}
 
     @hookimpl
     def refine(
