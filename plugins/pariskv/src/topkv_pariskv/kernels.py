@@ -86,14 +86,10 @@ def score_kernel(
     if (slot < 0) | (block * TILES * TILE >= closed):
         return
     p_z = p_rotated + pair * BLOCK_G * WIDE
-    q0 = _query(p_z, 0, WIDE, BYTES, BLOCK_G, FP32)
-    q1 = _query(p_z, 1, WIDE, BYTES, BLOCK_G, FP32)
-    q2 = _query(p_z, 2, WIDE, BYTES, BLOCK_G, FP32)
-    q3 = _query(p_z, 3, WIDE, BYTES, BLOCK_G, FP32)
-    q4 = _query(p_z, 4, WIDE, BYTES, BLOCK_G, FP32)
-    q5 = _query(p_z, 5, WIDE, BYTES, BLOCK_G, FP32)
-    q6 = _query(p_z, 6, WIDE, BYTES, BLOCK_G, FP32)
-    q7 = _query(p_z, 7, WIDE, BYTES, BLOCK_G, FP32)
+    queries = ()
+    for bit in tl.static_range(8):
+        query = _query(p_z, bit, WIDE, BYTES, BLOCK_G, FP32)
+        queries = queries + (query,)  # noqa: RUF005 - no star
     byte, g = tl.arange(0, BYTES), tl.arange(0, BLOCK_G)
     in_g, first = g < GROUP, pair * GROUP + g
     p_heads = p_q + row * s_row + (head * GROUP + g) * s_head
@@ -109,14 +105,8 @@ def score_kernel(
         inside = in_t[None, :] & (byte < WIDE // 8)[:, None]
         codes = tl.load(p_codes + at[None, :] * (WIDE // 8) + byte[:, None], inside, other=0)
         both = tl.zeros([2 * BLOCK_G, TILE], tl.float32)
-        both = _add(both, q0, codes, 0, FP32)
-        both = _add(both, q1, codes, 1, FP32)
-        both = _add(both, q2, codes, 2, FP32)
-        both = _add(both, q3, codes, 3, FP32)
-        both = _add(both, q4, codes, 4, FP32)
-        both = _add(both, q5, codes, 5, FP32)
-        both = _add(both, q6, codes, 6, FP32)
-        both = _add(both, q7, codes, 7, FP32)
+        for bit in tl.static_range(8):
+            both = _add(both, queries[bit], codes, bit, FP32)
         scores = tl.sum(tl.reshape(both, [2, BLOCK_G, TILE]), 0)
         factor = tl.load(p_factor + at, in_t, other=0.0).to(tl.float32)
         scores = scores * tl.abs(factor)[None, :]
