@@ -87,24 +87,10 @@ class FlashInfer:
         self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
     ) -> None:
         """See ``topkv.hooks.backend.Backend.prefill``."""
-        self._prompt(q, k, v, q_start, k_start, None, out, lse)
+        self.prefill_selected(q, k, v, q_start, k_start, None, out, lse)
 
     @hookimpl
     def prefill_selected(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_start: int,
-        k_start: int,
-        keep: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """See ``topkv.hooks.backend.Backend.prefill_selected``."""
-        self._prompt(q, k, v, q_start, k_start, keep, out, lse)
-
-    def _prompt(
         self,
         q: Tensor,
         k: Tensor,
@@ -115,6 +101,7 @@ class FlashInfer:
         out: Tensor,
         lse: Tensor,
     ) -> None:
+        """See ``topkv.hooks.backend.Backend``; ``keep`` is None where causality alone decides."""
         if self.latent:
             self._latent_prompts(q, k, q_start, k_start, keep, out, lse)
         else:

@@ -204,7 +204,7 @@ class FlashMLA:
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
     ) -> None:
-        self._prompt(q, k, q_start, k_start, None, out, lse)
+        self.prefill_selected(q, k, v, q_start, k_start, None, out, lse)
 
     @hookimpl
     def prefill_selected(
@@ -214,22 +214,11 @@ class FlashMLA:
         v: Tensor,
         q_start: int,
         k_start: int,
-        keep: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        self._prompt(q, k, q_start, k_start, keep, out, lse)
-
-    def _prompt(
-        self,
-        q: Tensor,
-        k: Tensor,
-        q_start: int,
-        k_start: int,
         keep: Tensor | None,
         out: Tensor,
         lse: Tensor,
     ) -> None:
+        """``keep`` is None where causality alone decides."""
         heads, scale = q.shape[1], self.model.scale
         columns = k_start + torch.arange(k.shape[0], device=q.device)
         for first in range(0, q.shape[0], PROMPT_ROWS):
