@@ -19,7 +19,7 @@ SPINE_MOST = 2300
 QUEST_MOST = 220
 """Most lines of Quest, the smallest method with kernels: entry, reference and device functions."""
 
-MEDIAN_MOST = 530
+MEDIAN_MOST = 500
 """Most lines of the selector in the middle. It comes down towards 300, and never goes up."""
 
 FOLDERS = ("core", "plugins", "tools", "tests", "benchmarks", "examples", "docs/scripts")

@@ -13,7 +13,7 @@ from topkv_trained_gate.algorithm import TrainedGate
 from topkv_trained_gate.launch import TrainedGateTriton
 
 _unit_scores, _with_local = algorithm.unit_scores, algorithm.with_local
-_blocks, _keep, _score = TrainedGate._blocks, Chosen.keep, TrainedGateTriton._score
+_blocks, _keep, _score = TrainedGate.prompt_blocks, Chosen.keep, TrainedGateTriton._score
 
 
 def by_the_mean(q, keys, unit):
@@ -32,9 +32,9 @@ def nothing_local(scores, ends, local):
     return _with_local(scores, ends, min(local, 1) - (local == 1))
 
 
-def without_own(self, start, rows, device):
+def without_own(self, start, rows, heads, device):
     """The block that a prompt row is in is not listed."""
-    for at, ends in _blocks(self, start, rows, device):
+    for at, ends in _blocks(self, start, rows, heads, device):
         yield at, (ends - 1).clamp(min=1)
 
 
@@ -81,7 +81,7 @@ BROKEN = {
     "blocks by their mean": (algorithm, "unit_scores", by_the_mean, ("cpu",)),
     "heads alike": (algorithm, "unit_scores", by_the_first_head, ("cpu",)),
     "no local blocks": (algorithm, "with_local", nothing_local, ("cpu",)),
-    "own block not listed": (TrainedGate, "_blocks", without_own, ("cpu",)),
+    "own block not listed": (TrainedGate, "prompt_blocks", without_own, ("cpu",)),
     "masks of the first lane": (Chosen, "keep", of_the_first_lane, ANYWHERE),
     "a head too few": (TrainedGateTriton, "_score", a_head_too_few, INTERPRETED),
     "chunks from zero": (TrainedGateTriton, "_score", prompts_begin_at_zero, INTERPRETED),

@@ -46,18 +46,18 @@ def test_other_shapes_than_the_indexers_are_refused(world, impl, device):
     ids = torch.zeros(3, 8, dtype=torch.int32, device=device)
     w.rows([0, 1, 2])
     for wrong, given_weights, match in (
-        (q[:, :, :2], weights[:, None], "expected q of the indexer"),
-        (q.expand(3, 2, 4, 16), weights[:, None], "expected q of the indexer"),
-        (q, weights[:, None, :2], "expected weights of the indexer"),
-        (q, None, "weights of the model's indexer, got None"),
+        (q[:, :, :2], weights[:, None], "expected q of the index"),
+        (q.expand(3, 2, 4, 16), weights[:, None], "expected q of the index"),
+        (q, weights[:, None, :2], "expected weights of the index"),
+        (q, None, "weights of the index .*, got None"),
     ):
         with pytest.raises(ValueError, match=match):
             w.indexer.retrieve_topk(w.layer, wrong, given_weights, Selection(ids))
-    with pytest.raises(ValueError, match="expected k of the indexer"):
+    with pytest.raises(ValueError, match="expected k of the index"):
         w.indexer.update(w.layer, q[:, :, None, :2], q)
-    with pytest.raises(ValueError, match="expected k of the indexer"):
+    with pytest.raises(ValueError, match="expected k of the index"):
         w.indexer.construct(w.layer, 0, 0, q[:, 0], q, q, weights)
-    with pytest.raises(ValueError, match="expected weights of the indexer"):
+    with pytest.raises(ValueError, match="expected weights of the index"):
         w.indexer.retrieve_prompt(w.layer, 0, 0, q[:, 0], weights[:2], ids)
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topkv.types import Selection
-from topkv_deepseek_dsa import algorithm
+from topkv_authoring import index
+from topkv_deepseek_dsa.algorithm import DeepSeekDSA
 
 
 def as_steps(w, start, q, weights):
@@ -60,8 +61,8 @@ def test_blocks_of_rows_change_nothing(world, impl, device, form, monkeypatch):
     expected = w.prompt(0, 236, q[:, 0], weights)
     row = 4 * 250 * (w.heads if impl == "reference" else 1)
     for fit, most in [(1, 14), (4, 14), (13, 14), (14, 6)]:
-        monkeypatch.setattr(algorithm, "SCORE_BYTES", fit * row)
-        monkeypatch.setattr(algorithm, "PROMPT_ROWS", most)
+        monkeypatch.setattr(DeepSeekDSA, "score_bytes", fit * row)
+        monkeypatch.setattr(index, "PROMPT_ROWS", most)
         made = []
         if impl == "triton":
             score = w.indexer.launcher.prompt
@@ -73,7 +74,7 @@ def test_blocks_of_rows_change_nothing(world, impl, device, form, monkeypatch):
             monkeypatch.setattr(w.indexer.launcher, "prompt", counted)
         assert w.prompt(0, 236, q[:, 0], weights) == expected
         for scores in made:
-            assert scores.numel() * 4 <= algorithm.SCORE_BYTES
+            assert scores.numel() * 4 <= DeepSeekDSA.score_bytes
         assert not made or len(made) == -(-14 // min(fit, most))
         monkeypatch.undo()
 

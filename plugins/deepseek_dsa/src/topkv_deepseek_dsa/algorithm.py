@@ -6,49 +6,23 @@ projects index queries, keys and weights and hands them down; this keeps the key
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from topkv import hookimpl
+from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.ops.topk import topk
 from topkv.types import LayerView, Selection
-from topkv_authoring.selectors import host_ids
+from topkv_authoring.index import OwnIndex
 from topkv_authoring.sticky import prefer_resident
 from topkv_deepseek_dsa import reference
-from topkv_deepseek_dsa.parameters import settings_of
+from topkv_deepseek_dsa.entry import IndexerParams
 
-SCORE_BYTES = 256 << 20
-"""Most bytes of the scores of a block of prompt rows."""
-
-PROMPT_ROWS = 512
-"""Most rows of such a block, for which top-k has its scratch."""
+MOST_HEADS, LEAST_DIM, MOST_DIM = 128, 16, 256
 
 
-def blocks(
-    start: int, rows: int, heads: int, device: torch.device
-) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of prompt rows whose scores find room.
-
-    Args:
-        start: position of the first row.
-        rows: rows of the prompt chunk.
-        heads: scores that are kept of a row and token.
-        device: of the second result.
-
-    Yields:
-        The rows, counted from ``start``, and how many tokens each of them sees, int32 ``[m]``.
-    """
-    each = 4 * (start + rows) * heads
-    most = max(1, min(SCORE_BYTES // max(each, 1), PROMPT_ROWS))
-    for first in range(0, rows, most):
-        at = slice(first, min(first + most, rows))
-        yield at, torch.arange(start + at.start + 1, start + at.stop + 1, device=device).int()
-
-
-class DeepSeekDSA:
+class DeepSeekDSA(OwnIndex):
     """Selects the tokens of the highest index score, one set for all heads of a row.
 
     ``score(t, s) = sum over the index heads j of w[t, j] * relu(q[t, j] . k[s])``, fp32. Weights
@@ -63,35 +37,38 @@ class DeepSeekDSA:
     the indexer's training puts into a softmax, so their unit is that of a natural logarithm.
     """
 
+    score_bytes = 256 << 20
+
     def __init__(self, setup: AlgorithmSetup) -> None:
-        self.model, self.group = setup.model, setup.group
-        self.settings = settings_of(setup.model, setup.group, setup.params)
+        """Raise ConfigError with every reason against the shape of the indexer."""
+        super().__init__(setup)
+        self.settings: IndexerParams = setup.params
+        dim, page, reasons = self.dim, self.group.page_tokens, []
+        if not 1 <= self.heads <= MOST_HEADS:
+            reasons.append(f"from 1 to {MOST_HEADS} index heads are supported, got {self.heads}")
+        if not LEAST_DIM <= dim <= MOST_DIM or dim & (dim - 1):
+            reasons.append(
+                f"the index head dim must be a power of two from {LEAST_DIM} to {MOST_DIM}, got "
+                f"{dim}"
+            )
+        if self.settings.fp8 and page % reference.BLOCK:
+            reasons.append(
+                f"fp8 keys lie in blocks of {reference.BLOCK} tokens with their scales behind "
+                f"them: page_tokens must be a multiple of {reference.BLOCK}, got {page}; change "
+                "it, or set keys to 'bf16'"
+            )
+        if reasons:
+            raise ConfigError("deepseek_dsa", reasons)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
-        dim = self.settings.dim
+        dim = self.dim
         width, dtype = (dim + 4, torch.uint8) if self.settings.fp8 else (dim, self.model.dtype)
         # Nothing else holds the index keys.
         index = RepresentationSpec(
             "index", "token", (width,), dtype, derived=False, packed=self.settings.fp8
         )
         return AlgorithmSpec(representations=(index,))
-
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        k = self._keys(k, k.shape[0])
-        tokens = start + torch.arange(k.shape[0], device=k.device)
-        self._write(layer, torch.full_like(tokens, slot), tokens, k)
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        k = k[:, 0]
-        step = layer.step
-        k = self._keys(k, step.batch)
-        rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
-        self._write(layer, step.slots[rows], step.lengths[rows] - 1, k[rows])
 
     @hookimpl
     def retrieve_topk(
@@ -122,40 +99,25 @@ class DeepSeekDSA:
         rows = q.shape[0]
         q, weights = self._asked(q, weights, (rows,))
         # The products of every head are kept.
-        for at, counts in blocks(start, rows, self.settings.heads, q.device):
+        for at, counts in self.prompt_blocks(start, rows, self.heads, q.device):
             tokens = torch.arange(start + at.stop, device=q.device)
             slots = torch.full_like(tokens, slot)
             scores = self._score(layer, slots, tokens, q[at], weights[at])
             topk(scores, counts, ids[at, 0], impl="reference")
 
-    def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(x.shape) != shape:
-            raise ValueError(
-                f"deepseek_dsa: expected {name} of the indexer {list(shape)}, got {list(x.shape)}"
-            )
-
-    def _keys(self, k: Tensor, rows: int) -> Tensor:
-        """Keys ``[n, D]`` of ``[n, 1, D]``."""
-        self._check("k", k, (rows, 1, self.settings.dim))
-        return k[:, 0]
-
     def _asked(
         self, q: Tensor, weights: Tensor | None, rows: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """Queries ``[n, H, D]`` of ``[*rows, H, D]``, and weights ``[n, H]`` of ``[*rows, H]``."""
-        self._check("q", q, (*rows, self.settings.heads, self.settings.dim))
-        if weights is None:
-            raise ValueError(
-                "deepseek_dsa: expected the weights of the model's indexer, got None; the engine "
-                "has to hand down q, k and weights of every layer"
-            )
-        self._check("weights", weights, (*rows, self.settings.heads))
-        return q.flatten(0, -3), weights.flatten(0, -2)
+        q = self.index_queries(q, rows)
+        self.check("weights", weights, (*rows, self.heads))
+        assert weights is not None
+        return q, weights.flatten(0, -2)
 
-    def _write(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
+    def write_index(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
         """Index keys ``[n, D]`` to the pool."""
         pool, settings = layer.pools["index"], self.settings
-        at = host_ids(layer, slots, tokens)
+        at = self.token_rows(layer, slots, tokens)
         if settings.hadamard:
             keys = reference.hadamard(keys)
         if settings.fp8:
@@ -176,7 +138,7 @@ class DeepSeekDSA:
             weights: ``[m, H]``.
         """
         pool, settings = layer.pools["index"], self.settings
-        at = host_ids(layer, slots, tokens)
+        at = self.token_rows(layer, slots, tokens)
         weights = weights.float()
         if settings.hadamard:
             q = reference.hadamard(q)

@@ -12,11 +12,12 @@ from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops import pdl
 from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape, Selection
+from topkv_authoring.index import PROMPT_ROWS
 from topkv_authoring.sticky import prefer_resident
 from topkv_authoring.units import KeptOfTokens
 from topkv_deepseek_dsa import kernels, key_kernels
-from topkv_deepseek_dsa.algorithm import PROMPT_ROWS, DeepSeekDSA, blocks
-from topkv_deepseek_dsa.parameters import Settings
+from topkv_deepseek_dsa.algorithm import DeepSeekDSA
+from topkv_deepseek_dsa.entry import IndexerParams
 
 SCORING = {"fp8": (64, 6, 4), "bf16": (64, 5, 4), "fp32": (16, 3, 4)}
 """The score kernel, by what is multiplied, ``"bf16"`` for all of 16 bits: tokens of a tile,
@@ -89,9 +90,11 @@ class Launcher:
     """
 
     def __init__(
-        self, model: ModelShape, group: GroupShape, settings: Settings, device: torch.device
+        self, model: ModelShape, group: GroupShape, settings: IndexerParams, device: torch.device
     ) -> None:
         self.model, self.group, self.settings = model, group, settings
+        assert model.indexer is not None  # the entry needs one
+        self.heads, self.dim = model.indexer.num_heads, model.indexer.head_dim
         self.device = device
         self._set_constants()
         self.query, self.weight = self._query_scratch(group.max_requests)
@@ -106,7 +109,7 @@ class Launcher:
         cuda = self.device.type == "cuda"
         own = cuda and dtype is not torch.float32
         native = own and torch.cuda.get_device_capability(self.device) >= E4M3_PRODUCT
-        native = native and settings.dim >= E4M3_DIM
+        native = native and self.dim >= E4M3_DIM
         # fp32 for fp32 models, and for the interpreter, which has neither product. fp16 holds
         # every e4m3 code.
         factors = tl.float32
@@ -117,20 +120,20 @@ class Launcher:
         tile, stages, warps = SCORING[kind]
         self.stored = torch.float8_e4m3fn if fp8 and native else torch.uint8 if fp8 else dtype
         formats = {
-            "DIM": settings.dim,
+            "DIM": self.dim,
             "FP8": fp8,
             "HADAMARD": settings.hadamard,
-            "LEVELS": settings.dim.bit_length() - 1,
-            "FACTOR": settings.dim**-0.5,
+            "LEVELS": self.dim.bit_length() - 1,
+            "FACTOR": self.dim**-0.5,
             "POWER_OF_TWO": settings.power_of_two,
             "POOL_BF16": not fp8 and dtype is torch.bfloat16,
             "num_warps": 4,
         }
-        self.querying = formats | {"HEADS": settings.heads, "BLOCK_H": QUERY_HEADS}
+        self.querying = formats | {"HEADS": self.heads, "BLOCK_H": QUERY_HEADS}
         self.scoring = {
-            "HEADS": settings.heads,
-            "BLOCK_H": max(16, int(triton.next_power_of_2(settings.heads))),
-            "DIM": settings.dim,
+            "HEADS": self.heads,
+            "BLOCK_H": max(16, int(triton.next_power_of_2(self.heads))),
+            "DIM": self.dim,
             "PAGE": self.group.page_tokens,
             "TILE": tile,
             "STAGES": stages,
@@ -155,7 +158,7 @@ class Launcher:
         """
         settings = self.settings
         dtype = torch.uint8 if settings.fp8 else self.model.dtype
-        shape = (rows, settings.heads, settings.dim)
+        shape = (rows, self.heads, self.dim)
         query = torch.empty(shape, dtype=dtype, device=self.device)
         return query, torch.empty(shape[:2], dtype=torch.float32, device=self.device)
 
@@ -233,7 +236,7 @@ class Launcher:
         self, q: Tensor, weights: Tensor, slots: Tensor, query: Tensor, weight: Tensor
     ) -> None:
         """Write queries in the format of the keys, and weights that hold their scales."""
-        kernels.query_kernel[(q.shape[0], triton.cdiv(self.settings.heads, QUERY_HEADS))](
+        kernels.query_kernel[(q.shape[0], triton.cdiv(self.heads, QUERY_HEADS))](
             *(_bits(q), weights, _bits(query), weight, slots),
             *(q.stride(0), q.stride(1), weights.stride(0), weights.stride(1)),
             Q_BF16=q.dtype is torch.bfloat16,
@@ -264,15 +267,15 @@ class DeepSeekDSATriton(KeptOfTokens, DeepSeekDSA):
     def options(self) -> tuple[int, ...]:
         settings = self.settings
         pool_bf16 = not settings.fp8 and self.model.dtype is torch.bfloat16
-        levels = settings.dim.bit_length() - 1
+        levels = self.dim.bit_length() - 1
         return settings.fp8, settings.hadamard, settings.power_of_two, pool_bf16, levels
 
     @property
     def key_shape(self) -> tuple[int, int]:
-        return 1, self.settings.dim
+        return 1, self.dim
 
     def keys(self, k: Tensor) -> Tensor:
-        self._keys(k, k.shape[0])  # refuses another shape
+        self.index_keys(k, k.shape[0])  # refuses another shape
         return _bits(super().keys(k))
 
     def written(self, layer: LayerView) -> tuple[Tensor, Tensor]:
@@ -301,7 +304,7 @@ class DeepSeekDSATriton(KeptOfTokens, DeepSeekDSA):
     ) -> None:
         rows = q.shape[0]
         q, weights = self._asked(q, weights, (rows,))
-        for at, counts in blocks(start, rows, 1, q.device):
+        for at, counts in self.prompt_blocks(start, rows, 1, q.device):
             end = start + at.stop
             scores = self.launcher.prompt(layer, slot, end, counts, q[at], weights[at])
             topk(scores, counts, ids[at, 0], impl="triton", work=self.prompt_work)

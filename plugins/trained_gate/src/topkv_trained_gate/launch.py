@@ -12,9 +12,10 @@ from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.topk import topk
 from topkv.types import LayerView, Selection
+from topkv_authoring.index import PROMPT_ROWS
 from topkv_authoring.units import KeptOfTokens
 from topkv_trained_gate import kernels
-from topkv_trained_gate.algorithm import PROMPT_ROWS, TrainedGate
+from topkv_trained_gate.algorithm import TrainedGate
 
 TILE = 128
 """Most keys that are multiplied at once."""
@@ -71,7 +72,7 @@ class TrainedGateTriton(KeptOfTokens, TrainedGate):
         return 1, self.dim
 
     def keys(self, k: Tensor) -> Tensor:
-        return super().keys(self._keys(k, k.shape[0])[:, None])
+        return super().keys(self.index_keys(k, k.shape[0])[:, None])
 
     def written(self, layer: LayerView) -> tuple[Tensor]:
         return (layer.pools["index"],)
@@ -81,7 +82,7 @@ class TrainedGateTriton(KeptOfTokens, TrainedGate):
         self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
     ) -> Selection:
         step = layer.step
-        q = self._queries(q, (step.batch, 1))
+        q = self.index_queries(q, (step.batch, 1))
         lanes = step.batch * self.heads
         scores, ends = self.scores[:lanes], self.ends[:lanes]
         self._score(layer, q, (step.batch, 0, 0), scores, ends, self.step)
@@ -98,7 +99,7 @@ class TrainedGateTriton(KeptOfTokens, TrainedGate):
         weights: Tensor | None,
         ids: Tensor,
     ) -> None:
-        q = self._queries(q, (q.shape[0],))
+        q = self.index_queries(q, (q.shape[0],))
         units = (start + q.shape[0] - 1) // self.group.unit + 1
         for first in range(0, q.shape[0], PROMPT_ROWS):
             part = q[first : first + PROMPT_ROWS]

@@ -1,4 +1,4 @@
-"""What entries of several plugins say alike; they import it, so no torch is here."""
+"""Parts of entries that several plugins have; entries import them, so no torch is here."""
 
 from __future__ import annotations
 
