@@ -142,7 +142,11 @@ class KernelForgetsTheDivisor(DoubleSparsityTriton):
 
     def score(self, layer, q):
         channels, ranges = self._looked_at(layer)
-        return self.launcher.score(layer, channels, torch.ones_like(ranges), q)
+        self._looked_at = lambda layer: (channels, torch.ones_like(ranges))
+        try:
+            return super().score(layer, q)
+        finally:
+            del self._looked_at
 
 
 class KernelNaturalBase(DoubleSparsityTriton):
@@ -150,4 +154,4 @@ class KernelNaturalBase(DoubleSparsityTriton):
 
     def __init__(self, setup):
         super().__init__(setup)
-        self.launcher.scale = setup.model.scale
+        self.scale = setup.model.scale

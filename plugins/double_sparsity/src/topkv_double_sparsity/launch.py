@@ -1,4 +1,4 @@
-"""Launches of the Double Sparsity kernels, their scratch, and the algorithm that uses them."""
+"""Launches of the Double Sparsity kernels, and their scratch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.topk import topk
-from topkv.types import GroupShape, LayerView, ModelShape, Selection
+from topkv.types import LayerView, Selection
 from topkv_authoring.sticky import prefer_resident
 from topkv_authoring.units import KeptOfTokens
 from topkv_double_sparsity import kernels, label_kernels, reference, sample_kernels
 from topkv_double_sparsity.algorithm import DoubleSparsity
-from topkv_double_sparsity.parameters import Settings
 
 COLUMNS = 16
 """Columns of a bundle at least: as many as a product takes."""
@@ -70,18 +69,20 @@ def _bundle(kv_heads: int, group: int, size: int, columns: int, row: int) -> int
     return max((n for n in fits if kv_heads % n == 0), default=1)
 
 
-class Launcher:
-    """The kernels of one group, with every constant worked out once.
+class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
+    """Double Sparsity by kernels, with every constant worked out once.
 
     Scratch: fp32 scores ``[rows, U]``, U rounded up to 16; and for each request slot and bundle
     of kv-heads the block-diagonal matrix of queries, its column sums, and of each block of the
     sample the maximum and the exponential sum of each column.
     """
 
-    def __init__(
-        self, model: ModelShape, group: GroupShape, settings: Settings, device: torch.device
-    ) -> None:
-        self.model, self.group, self.settings = model, group, settings
+    represent_tokens = label_kernels.write_labels
+    rows = 32, 4
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        model, group, device = self.model, self.group, setup.device
         self._set_constants(device)
         self.blocks = self.sample_blocks if self.sampling["SAMPLING"] else 1
         self.score_blocks = triton.cdiv(
@@ -99,6 +100,7 @@ class Launcher:
         self.peak, self.mass = torch.empty(sampled, **floats), torch.empty(sampled, **floats)
         self.scores = torch.empty((group.max_lanes, -(-group.max_units // 16) * 16), **floats)
         self.closed = torch.zeros(group.max_lanes, dtype=torch.int32, device=device)
+        self.work = setup.topk(group.max_lanes, group.max_units, group.select)
 
     def _set_constants(self, device: torch.device) -> None:
         model, settings = self.model, self.settings
@@ -174,11 +176,9 @@ class Launcher:
         meta = layer.pools["meta"].view(torch.int32) if self.settings.int4 else labels
         return labels.view(self.words) if self.words else labels, meta
 
-    def score(
-        self, layer: LayerView, channels: Tensor, ranges: Tensor, q: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         """Scores ``[N, U]`` of the lanes of queries ``[B, H, D]``, and tokens of lanes ``[N]``."""
-        group, step = self.group, layer.step
+        group, step, (channels, ranges) = self.group, layer.step, self._looked_at(layer)
         where = (*self.readable(layer), step.slots, step.lengths, step.page_table)
         work = (self.query, self.total, self.peak, self.mass)
         sizes = (step.page_table.stride(0), self.blocks, self.scale)
@@ -197,19 +197,6 @@ class Launcher:
         scores, closed = self.scores[:lanes, : group.max_units], self.closed[:lanes]
         prefer_resident(layer, scores, closed, self.bonus, impl="triton")
         return scores, closed
-
-
-class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
-    """Double Sparsity by kernels."""
-
-    represent_tokens = label_kernels.write_labels
-    rows = 32, 4
-
-    def __init__(self, setup: AlgorithmSetup) -> None:
-        super().__init__(setup)
-        group = self.group
-        self.launcher = Launcher(self.model, group, self.settings, setup.device)
-        self.work = setup.topk(group.max_lanes, group.max_units, group.select)
 
     @property
     def options(self) -> tuple[int, ...]:
@@ -251,6 +238,3 @@ class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
         scores, closed = self.score(layer, self._queries(q))
         topk(scores, closed, out.ids, impl="triton", work=self.work)
         return out
-
-    def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        return self.launcher.score(layer, *self._looked_at(layer), q)
