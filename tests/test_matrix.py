@@ -18,6 +18,7 @@ from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError
 from topkv.plugins import registry
 from topkv.types import Index, IndexerShape, ModelShape
+from topkv_cli.doctor import libraries
 from topkv_cli.group import topkv as command
 from topkv_cli.matrix import matrix
 from topkv_testing.integrity import check_integrity
@@ -64,7 +65,7 @@ def supported():
 
 def lacking(cell):
     """Reason why the library of a backend is missing; empty if it is there, or none is called."""
-    reported = registry().doctor(registry().get("backend", cell.backend))
+    reported = libraries(registry().get("backend", cell.backend))
     return [] if any(": ok" in line for line in reported) else reported
 
 

@@ -15,6 +15,7 @@ from topkv.entries import PluginEntry
 from topkv.errors import PluginError
 from topkv.plugins import PluginRegistry, registry
 from topkv_cli import probes
+from topkv_cli.doctor import libraries
 from topkv_cli.group import topkv as command
 
 LOUD = """
@@ -68,7 +69,7 @@ def test_a_factory_that_prints_leaves_stdout_alone(capsys):
     found = PluginRegistry()
     with pytest.raises(PluginError, match="does not keep the contract"):
         found.create("backend", "loud", None)
-    assert found.doctor(found.get("backend", "loud")) == ["library: ok"]
+    assert libraries(found.get("backend", "loud")) == ["library: ok"]
     reported = capsys.readouterr()
     assert reported.out == ""
     for text in ("loading", "registering", "importing", "building", "describing"):

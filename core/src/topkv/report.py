@@ -53,20 +53,6 @@ class MemoryReport:
         return ours + self.left
 
 
-@frozen
-class Stats:
-    """Counts of a coordinator so far, and its occupancy.
-
-    Attributes:
-        transfers: counts of all requests since it was made, ended ones included, all together
-            and by layer.
-        occupancy: pages and slots that are held now.
-    """
-
-    transfers: TransferReport
-    occupancy: Occupancy
-
-
 def count_memory(
     manager: SparseKVCacheManager, uploader: StepUploader, others: Sequence[object]
 ) -> MemoryReport:
@@ -119,8 +105,3 @@ def count_occupancy(requests: Requests) -> Occupancy:
     """Count pages and slots that are held. Asks the host alone; any thread may, at any time."""
     host, slots = requests.manager.host, len(requests.active)
     return Occupancy(host.num_pages - 1, host.used, slots, slots - requests.free)
-
-
-def count_stats(requests: Requests) -> Stats:
-    """Count the transfers of all requests that there ever were. Synchronizes."""
-    return Stats(count_transfers(requests.manager.stores), count_occupancy(requests))

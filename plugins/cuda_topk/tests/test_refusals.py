@@ -78,7 +78,7 @@ def test_an_old_compiler_is_refused(monkeypatch):
 
 def test_doctor_knows_the_plugin():
     (record,) = (r for r in registry().records() if (r.kind, r.name) == ("topk", "cuda"))
-    assert registry().doctor(record) == compiler.describe()
+    assert registry().load(record, record.entry.doctor)() == compiler.describe()
 
 
 def test_failed_calls_are_errors():

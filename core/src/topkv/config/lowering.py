@@ -36,7 +36,7 @@ from topkv.config.sources import (
 from topkv.config.stages import Named, option_reasons, regrain_reasons
 from topkv.errors import CONFIG_REFUSED, ConfigError, ReasonsError
 from topkv.hooks.host_format import HostFormat, HostFormatSetup
-from topkv.hooks.kv_format import KVFormat, KVFormatSetup
+from topkv.hooks.kv_format import KVFormatSetup
 from topkv.kv.host_format import PLAIN
 from topkv.kv.kv_format import AsMade
 from topkv.kv.layout import lay_out
@@ -128,11 +128,10 @@ def _settle(
             known.set(name, derived.get(name))
     values = {name: each.value for name, each in known.settings.items() if name in SHARED}
     values["max_request_tokens"] = -(-request // page) * page
-    setup = KVFormatSetup(model)
-    plain: KVFormat = AsMade(setup)
-    made = _format(known, "kv_format", values["kv_format"], values["impl"], setup, plain)
-    shared = {"device": device, "model": model, "num_pages": num_pages, "format": made}
-    lowered = LoweredConfig(**values, **shared)
+    setup, kv_format = KVFormatSetup(model), values["kv_format"]
+    made = _format(known, "kv_format", kv_format, values["impl"], setup, AsMade(setup))
+    values |= {"device": device, "model": model, "num_pages": num_pages, "format": made}
+    lowered = LoweredConfig(**values)
     if lowered.prefill_block_tokens % page:
         reasons.append(
             f"prefill_block_tokens must be a multiple of page_tokens, got "

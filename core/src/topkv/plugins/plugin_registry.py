@@ -120,21 +120,10 @@ class PluginRegistry:
             offered = ", ".join(record.entry.impls)
             reason = f"it offers {offered}, got {impl}; set impl to one that it offers"
             raise PluginError(f"{record.who} has no such implementation", [reason])
-        return self._import(record, path)
+        return self.load(record, path)
 
-    def doctor(self, record: PluginRecord) -> list[str]:
-        """Lines of a usable plugin about its libraries, for ``topkv doctor``; may be empty.
-
-        Raises:
-            PluginError: the function that its entry names (``doctor``) does not import.
-        """
-        if record.entry is None or record.entry.doctor is None:
-            return []
-        describe = self._import(record, record.entry.doctor)
-        with aside():
-            return [str(line) for line in describe()]
-
-    def _import(self, record: PluginRecord, path: str) -> Any:
+    def load(self, record: PluginRecord, path: str) -> Any:
+        """Import ``"module:attribute"`` of a plugin. Raises PluginError where it does not."""
         module, attribute = path.split(":")
         try:
             with aside():

@@ -7,13 +7,13 @@ from functools import wraps
 from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import nn
 from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
-from topkv.report import MemoryReport, Stats, count_stats
+from topkv.report import MemoryReport, Occupancy, TransferReport, count_occupancy
 from topkv_prediction.report import Prediction
 from topkv_prefixes.stored import StoredSession
 from topkv_transformers import attention, blocks, capture, sessions
@@ -28,6 +28,20 @@ from topkv_transformers.requests import CacheRequests
 from topkv_transformers.stock import FreshLayers
 from topkv_transformers.support import attention_modules, decoder_of, left_alone
 from topkv_transformers.watch import ModelWatch
+
+
+@frozen
+class Stats:
+    """Counts of a coordinator so far, and its occupancy.
+
+    Attributes:
+        transfers: counts of all requests since it was made, ended ones included, all together
+            and by layer.
+        occupancy: pages and slots that are held now.
+    """
+
+    transfers: TransferReport
+    occupancy: Occupancy
 
 
 class AttachedModel:
@@ -134,8 +148,9 @@ class AttachedModel:
 
     def stats(self) -> Stats:
         """Hits, misses and bytes by layer of all requests so far, and the pages and slots that
-        are held now, see ``topkv.report.Stats``. Waits for the device."""
-        return count_stats(self.coordinator.requests)
+        are held now, see ``Stats``. Waits for the device."""
+        occupancy = count_occupancy(self.coordinator.requests)
+        return Stats(self.coordinator.transfers_of(), occupancy)
 
     def prediction(
         self,

@@ -14,8 +14,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from topkv.plugins import registry
+from topkv.plugins import PluginRecord, registry
 from topkv.plugins.kinds import kinds
+from topkv.plugins.records import aside
 from topkv_authoring.tested import never_tested
 from topkv_cli import probes
 from topkv_cli.attaching import attaching
@@ -34,7 +35,7 @@ def diagnose(pool: int | None = None) -> dict[str, Any]:
     report["never_tested"] = [each for name in sorted(packages) for each in never_tested(name)]
     report["attaching"] = probes.attempt(partial(attaching, pool))
     reported = {
-        f"{record.kind} {record.name}": probes.attempt(partial(registry().doctor, record))
+        f"{record.kind} {record.name}": probes.attempt(partial(libraries, record))
         for kind in kinds()
         for record in registry().usable(kind)
         if record.entry and record.entry.doctor
@@ -43,6 +44,19 @@ def diagnose(pool: int | None = None) -> dict[str, Any]:
     failed = [as_dict(record) for record in registry().records() if record.problem]
     report["plugins_failed"] = failed + _not_importing()
     return report
+
+
+def libraries(record: PluginRecord) -> list[str]:
+    """Return the lines of a usable plugin about its libraries; none where its entry names none.
+
+    Raises:
+        PluginError: the function that its entry names (``doctor``) does not import.
+    """
+    if record.entry is None or record.entry.doctor is None:
+        return []
+    describe = registry().load(record, record.entry.doctor)
+    with aside():
+        return [str(line) for line in describe()]
 
 
 def _not_importing() -> list[dict[str, Any]]:
