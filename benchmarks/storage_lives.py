@@ -1,9 +1,9 @@
 """Drawn lives of requests over a storage, many at a time, and counts of what they did.
 
-    python benchmarks/storage_lives.py --actions 100000 --processes 16 \\
+    PYTHONPATH=. python benchmarks/storage_lives.py --actions 100000 --processes 16 \\
         --out benchmarks/results/storage_lives.jsonl
 
-Each process draws lives (``topkv_testing.machines.storage``) on the CPU until all together have
+Each process draws lives (``tests.machines.storage``) on the CPU until all together have
 done ``--actions``: requests that begin, read prompts, decode, fork, go back and end; coordinators
 that end and begin anew; a storage that fails, fills up and whose objects are damaged. All outputs
 are held to a coordinator that computes everything. The first wrong one ends the run with its
@@ -48,7 +48,7 @@ def live(number: int, left: Any, found: Any) -> None:
     import hypothesis
     import torch
 
-    from topkv_testing.machines import storage
+    from tests.machines import storage
     from topkv_testing.tiers import tier
 
     torch.set_num_threads(1)

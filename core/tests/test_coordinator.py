@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.machines.lifecycle import run_lifecycle
+from tests.machines.scenarios import SCENARIOS, copies_come_late, run_scenario
 from topkv.errors import ConfigError, HostMemoryError
 from topkv.prompts.prefill import Prefill
 from topkv_testing.integrity import check_integrity
-from topkv_testing.machines.lifecycle import run_lifecycle
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -17,7 +18,6 @@ from topkv_testing.machines.lifecycle_model import (
     LAYERS,
     make_coordinator,
 )
-from topkv_testing.machines.scenarios import SCENARIOS, copies_come_late, run_scenario
 from topkv_testing.tiers import tier
 
 CPU = tier("cpu")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from attrs import evolve
 
+from tests.machines.engine_pages import PAGE, PAGES, SHAPE, run_engine_pages, run_forward
 from topkv import SparseCoordinator
 from topkv.errors import ConfigError, HostMemoryError, RequestError
 from topkv_testing.integrity import check_integrity
-from topkv_testing.machines.engine_pages import PAGE, PAGES, SHAPE, run_engine_pages, run_forward
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from topkv_testing.machines.host_pool import HostKVPoolMachine, HostPoolMachine
+from tests.machines.host_pool import HostKVPoolMachine, HostPoolMachine
 
 
 @pytest.mark.parametrize("machine", [HostPoolMachine, HostKVPoolMachine])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from topkv_testing.machines.latent import latent_machine, run_latent
-from topkv_testing.machines.scenarios import SCENARIOS, run_scenario
+from tests.machines.latent import latent_machine, run_latent
+from tests.machines.scenarios import SCENARIOS, run_scenario
 
 pytestmark = pytest.mark.nightly
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.machines.regrained import COMPETING_TOKENS, SCRIPTED_TOKENS
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -15,7 +16,6 @@ from topkv_testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv_testing.machines.regrained import COMPETING_TOKENS, SCRIPTED_TOKENS
 from topkv_testing.tiers import tier
 
 UNIT, SELECT = 4, 5

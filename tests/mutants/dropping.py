@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from attrs import evolve
 
+from tests.machines.dropping import run_dropping
 from tests.mutants.harness import Mutant, name_of
 from tests.mutants.lifecycle import LifecycleMutant, nothing
 from tools.dropping.tests import test_dropping as tests
@@ -14,7 +15,6 @@ from topkv.requests.requests import Requests
 from topkv_dropping import dropping, stage
 from topkv_dropping.dropping import Dropping
 from topkv_dropping.stage import ScoresPages
-from topkv_testing.machines.dropping import run_dropping
 from topkv_testing.models.stage_doubles import HEAVY, Heavy
 from topkv_testing.stages import AlgorithmOptions, StageTests
 

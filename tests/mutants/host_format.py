@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from tests.machines import scenarios
 from tests.mutants.lifecycle import LifecycleMutant, Run
 from tests.mutants.transfers import changed, mutant
 from topkv import hookimpl
@@ -19,7 +20,6 @@ from topkv.transfer.triton import TritonTransfer
 from topkv_fp8_host_format import entry_kernels, row_kernels
 from topkv_fp8_host_format.entry_kernels import Fp8Kernels
 from topkv_fp8_host_format.format import Fp8
-from topkv_testing.machines import scenarios
 from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
 from topkv_testing.tiers import Tier
 

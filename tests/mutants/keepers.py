@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 from attrs import evolve
 
+from tests.machines.kept import make_kept
+from tests.machines.quotas import take
 from tests.mutants.lifecycle import LifecycleMutant
 from topkv import SparseCoordinator
 from topkv.entries import KINDS
@@ -16,9 +18,7 @@ from topkv.plugins import kinds
 from topkv.plugins.discovery import hookimpl
 from topkv_prefixes import prefixes, settings, tier
 from topkv_prefixes.places import fingerprint_of
-from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import doubles
-from topkv_testing.machines.quotas import take
 from topkv_testing.models.storage_doubles import SHELF
 
 

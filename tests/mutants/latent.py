@@ -6,12 +6,12 @@ from typing import Any
 
 from attrs import evolve
 
+from tests.machines import scenarios
+from tests.machines.latent import latent_machine
 from tests.mutants.lifecycle import LifecycleMutant, Run, nothing
 from topkv.decode.selectors import Own, Selector
 from topkv.memory.representations import RepresentationPools
 from topkv.prompts.prefill import Prefill
-from topkv_testing.machines import scenarios
-from topkv_testing.machines.latent import latent_machine
 from topkv_testing.tiers import Tier
 
 

@@ -11,6 +11,9 @@ import torch
 from attrs import evolve, field, frozen
 from hypothesis import Phase, settings
 
+from tests.machines import scenarios
+from tests.machines.engine_pages import run_engine_pages
+from tests.machines.lifecycle import run_lifecycle
 from tests.mutants.harness import without_shrinking
 from topkv.coordinator import SparseCoordinator
 from topkv.decode.selectors import Own
@@ -26,9 +29,6 @@ from topkv.requests.requests import Requests
 from topkv.transfer.geometry import ZeroCopyTransfer
 from topkv.transfer.reference import ReferenceTransfer
 from topkv.transfer.triton import TritonTransfer
-from topkv_testing.machines import scenarios
-from topkv_testing.machines.engine_pages import run_engine_pages
-from topkv_testing.machines.lifecycle import run_lifecycle
 from topkv_testing.tiers import Tier, tier
 
 Run = Callable[[Tier], None]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from tests.machines.prefixes import run_again, run_prefixes
+from tests.machines.quotas import run_quota_scene
 from tests.mutants.lifecycle import LifecycleMutant
 from topkv_prefixes import prefixes
 from topkv_prefixes.pages import PrefixPages, page_keys
-from topkv_testing.machines.prefixes import run_again, run_prefixes
-from topkv_testing.machines.quotas import run_quota_scene
 
 _release = PrefixPages.release
 _keys = prefixes.Prefixes._keys

@@ -9,6 +9,9 @@ import pytest
 import torch
 from attrs import evolve
 
+from tests.machines import scenarios
+from tests.machines.lifecycle import machine_of
+from tests.machines.regrained import SCRIPTED_TOKENS, RegrainedMachine
 from tests.mutants.lifecycle import LifecycleMutant, Run
 from topkv.config import lowering, plans
 from topkv.errors import ConfigError
@@ -16,10 +19,7 @@ from topkv.plugins.discovery import hookimpl
 from topkv.types import Selection
 from topkv_regranulate.entry import topkv_register_stages
 from topkv_regranulate.stage import Regranulate
-from topkv_testing.machines import scenarios
-from topkv_testing.machines.lifecycle import machine_of
 from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
-from topkv_testing.machines.regrained import SCRIPTED_TOKENS, RegrainedMachine
 from topkv_testing.tiers import Tier
 
 

@@ -6,6 +6,16 @@ import hashlib
 import time
 from threading import get_ident
 
+from tests.machines.handed_over import (
+    run_cut_short,
+    run_handed_over,
+    run_interrupted,
+)
+from tests.machines.handed_over import (
+    run_damaged as run_damaged_session,
+)
+from tests.machines.storage import run_evicted, run_overtaken, run_reloaded
+from tests.machines.storage_faults import run_answered_wrongly, run_forked
 from tests.mutants.lifecycle import LifecycleMutant, nothing
 from topkv_prefixes import calls, fetching, prefixes, stored
 from topkv_prefixes.calls import Calls
@@ -13,16 +23,6 @@ from topkv_prefixes.opened import OpenedStorage
 from topkv_prefixes.pages import PrefixPages
 from topkv_prefixes.places import PagePlaces
 from topkv_prefixes.tier import StorageTier
-from topkv_testing.machines.handed_over import (
-    run_cut_short,
-    run_handed_over,
-    run_interrupted,
-)
-from topkv_testing.machines.handed_over import (
-    run_damaged as run_damaged_session,
-)
-from topkv_testing.machines.storage import run_evicted, run_overtaken, run_reloaded
-from topkv_testing.machines.storage_faults import run_answered_wrongly, run_forked
 from topkv_testing.tiers import Tier
 
 _leave = Calls.leave_to_parent

@@ -6,8 +6,14 @@ import pytest
 import torch
 from attrs import evolve
 
+from tests.machines.engine_pages import run_engine_pages
+from tests.machines.scenarios import (
+    SCENARIOS,
+    a_long_request_rolls_back_and_goes_on,
+    run_scenario,
+    twins_share_pages_and_part,
+)
 from topkv_fp8_host_format.rows import rounded
-from topkv_testing.machines.engine_pages import run_engine_pages
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -16,12 +22,6 @@ from topkv_testing.machines.lifecycle_model import (
     MODEL,
     SPARSE,
     make_coordinator,
-)
-from topkv_testing.machines.scenarios import (
-    SCENARIOS,
-    a_long_request_rolls_back_and_goes_on,
-    run_scenario,
-    twins_share_pages_and_part,
 )
 
 pytestmark = pytest.mark.nightly

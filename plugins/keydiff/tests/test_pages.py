@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.keydiff.tests.test_conformance import ENTRY, by_tokens
+from tests.machines.dropping import Lives
 from topkv.errors import ConfigError
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.kit import examples, params_of, subject_of
-from topkv_testing.machines.dropping import Lives
 from topkv_testing.machines.lifecycle_model import KV_HEADS, LAYERS, doubles
 from topkv_testing.models.stage_doubles import EVERYTHING
 from topkv_testing.stage.keep import worth

@@ -11,6 +11,9 @@ import sys
 import numpy as np
 import torch
 
+from tests.machines.engine_pages import SHAPE, run_forward
+from tests.machines.handed_over import take
+from tests.machines.kept import make_kept
 from topkv_mooncake.entry import topkv_register_storages
 from topkv_mooncake.storage import MooncakeStorage
 from topkv_prefixes.objects import HEADER, problem_of, write_header
@@ -18,9 +21,6 @@ from topkv_prefixes.storage import StorageSetup
 from topkv_prefixes.stored import StoredSessions
 from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import params_of
-from topkv_testing.machines.engine_pages import SHAPE, run_forward
-from topkv_testing.machines.handed_over import take
-from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,

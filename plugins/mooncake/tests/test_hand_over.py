@@ -11,9 +11,9 @@ import pytest
 import torch
 from mooncake_pages import PROGRAM, PROMPT, QUERIES, ROWS, coordinator, go_on, sessions_of
 
+from tests.machines.engine_pages import run_forward
+from tests.machines.handed_over import leave, take
 from topkv.errors import StorageError
-from topkv_testing.machines.engine_pages import run_forward
-from topkv_testing.machines.handed_over import leave, take
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.tiers import tier
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client import REGISTRY
 
+from tests.machines.kept import make_kept
+from tests.machines.quotas import take
 from topkv.hooks.observer import ObserverSetup
 from topkv_prometheus.entry import PrometheusParams
 from topkv_prometheus.observer import PrometheusObserver
-from topkv_testing.machines.kept import make_kept
-from topkv_testing.machines.quotas import take
 from topkv_testing.models.storage_doubles import SHELVES, Shelf
 from topkv_testing.tiers import tier
 

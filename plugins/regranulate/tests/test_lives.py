@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 from hypothesis import settings
 
+from tests.machines.lifecycle import machine_of, run_lives
+from tests.machines.regrained import RegrainedMachine
+from tests.machines.scenarios import SCENARIOS, run_scenario
 from topkv_regranulate.entry import topkv_register_stages
-from topkv_testing.machines.lifecycle import machine_of, run_lives
 from topkv_testing.machines.lifecycle_model import SPARSE
-from topkv_testing.machines.regrained import RegrainedMachine
-from topkv_testing.machines.scenarios import SCENARIOS, run_scenario
 from topkv_testing.tiers import tier
 
 (ENTRY,) = topkv_register_stages()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.machines.regrained import SCRIPTED_TOKENS
 from topkv_regranulate import entry
 from topkv_testing.machines.lifecycle_model import (
     DIM,
@@ -14,7 +15,6 @@ from topkv_testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv_testing.machines.regrained import SCRIPTED_TOKENS
 from topkv_testing.observers import ObserverOptions, ObserverTests
 from topkv_testing.tiers import tier
 

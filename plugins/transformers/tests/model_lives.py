@@ -24,10 +24,10 @@ from elsewhere import asked
 from hypothesis import strategies as st
 
 import topkv
+from tests.machines.kept import keeping
 from topkv.errors import CapabilityError
 from topkv_prefixes.stored import StoredSessions
 from topkv_testing.integrity import check_integrity
-from topkv_testing.machines.kept import keeping
 
 SALTS = (None, "a")
 HOW = ("fresh", "fresh", "chunks", "kept", "other history", "rendered", "direct")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topkv
+from tests.machines.kept import keeping
 from topkv.errors import CapabilityError, HostMemoryError
 from topkv_testing.integrity import check_integrity
-from topkv_testing.machines.kept import keeping
 
 SPARSE = {"budget": 32, "buffer": 48, "resident_fast_path": False}
 

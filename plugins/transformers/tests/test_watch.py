@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import topkv
+from tests.machines.kept import keeping
 from topkv.errors import CapabilityError, RequestError
 from topkv_prefixes.stored import StoredSessions
-from topkv_testing.machines.kept import keeping
 from topkv_transformers import contents
 from topkv_transformers.contents import contents_of
 from topkv_transformers.watch import ModelWatch

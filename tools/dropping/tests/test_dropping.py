@@ -6,8 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from topkv.errors import ConfigError
-from topkv_testing.machines.dropping import (
+from tests.machines.dropping import (
     EVERY,
     OPTIONS,
     PAGE,
@@ -16,6 +15,7 @@ from topkv_testing.machines.dropping import (
     Lives,
     run_dropping,
 )
+from topkv.errors import ConfigError
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.models.stage_doubles import HEAVY
 from topkv_testing.stages import AlgorithmOptions, StageTests

@@ -11,8 +11,8 @@ sys.path.append(str(Path(__file__).parent))  # storage_driver is beside the test
 
 from storage_driver import Maker
 
+from tests.machines.kept import make_kept
 from topkv_testing.fixtures import on as on
-from topkv_testing.machines.kept import make_kept
 from topkv_testing.models.storage_doubles import SHELVES, Shelf
 from topkv_testing.tiers import tier
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tests.machines.engine_pages import SHAPE, run_forward
+from tests.machines.kept import make_kept
 from topkv_testing.integrity import check_integrity
-from topkv_testing.machines.engine_pages import SHAPE, run_forward
-from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS
 from topkv_testing.tiers import tier
 

@@ -7,16 +7,16 @@ from typing import ClassVar
 import torch
 from attrs import evolve
 
+from tests.machines.dropping import OPTIONS
+from tests.machines.kept import make_kept
+from tests.machines.quotas import take
 from topkv import SparseCoordinator
 from topkv.config.stages import Named
 from topkv.entries import NoParameters, PluginEntry
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSpec
 from topkv.plugins.discovery import hookimpl
-from topkv_testing.machines.dropping import OPTIONS
-from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
-from topkv_testing.machines.quotas import take
 from topkv_testing.models.stage_doubles import Keep
 from topkv_testing.tiers import tier
 

@@ -14,12 +14,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.machines.engine_pages import PAGE
+from tests.machines.host_pool import HostPoolMachine
+from tests.machines.prefixes import run_prefixes
 from topkv.errors import HostMemoryError, RequestError
 from topkv_prefixes.pages import PrefixPages, page_keys
 from topkv_testing.integrity import check_pages
-from topkv_testing.machines.engine_pages import PAGE
-from topkv_testing.machines.host_pool import HostPoolMachine
-from topkv_testing.machines.prefixes import run_prefixes
 
 
 class UnpublishedMachine(HostPoolMachine):

@@ -14,12 +14,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.machines.kept import make_kept
+from tests.machines.quotas import run_quota_scene, take
 from topkv.errors import ConfigError, RequestError
 from topkv_prefixes.pages import PrefixPages, tenant_in
 from topkv_prefixes.prefixes import IDLE_TENANTS
 from topkv_testing.integrity import check_pages
-from topkv_testing.machines.kept import make_kept
-from topkv_testing.machines.quotas import run_quota_scene, take
 from topkv_testing.tiers import tier
 
 TENANTS = b"", b"a", b"b"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from attrs import evolve, field, frozen
 
+from tests.machines.kept import make_kept
 from topkv.config.settings import CHECKS
 from topkv.errors import ConfigError
-from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import doubles
 from topkv_testing.models.storage_doubles import SHELF, ShelfParams
 from topkv_testing.tiers import tier

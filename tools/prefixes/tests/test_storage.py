@@ -9,19 +9,19 @@ import pytest
 import torch
 from storage_driver import PROMPT, QUERIES, ROWS, run, stored
 
-from topkv.errors import HostMemoryError
-from topkv_prefixes import calls, fetching
-from topkv_prefixes.fetching import Fetch
-from topkv_prefixes.places import fingerprint_of
-from topkv_testing.integrity import check_integrity
-from topkv_testing.machines.engine_pages import run_forward
-from topkv_testing.machines.lifecycle_model import make_coordinator
-from topkv_testing.machines.storage import (
+from tests.machines.engine_pages import run_forward
+from tests.machines.storage import (
     run_evicted,
     run_overtaken,
     run_reloaded,
     run_storage,
 )
+from topkv.errors import HostMemoryError
+from topkv_prefixes import calls, fetching
+from topkv_prefixes.fetching import Fetch
+from topkv_prefixes.places import fingerprint_of
+from topkv_testing.integrity import check_integrity
+from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.tiers import tier
 
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 from storage_driver import PROMPT, run, stored
 
-from topkv.errors import StorageError
-from topkv_prefixes import calls, fetching, tier
-from topkv_prefixes.calls import Workers, answer_of
-from topkv_prefixes.storage import StorageUsage
-from topkv_testing.integrity import check_integrity
-from topkv_testing.machines.handed_over import on_a_shelf, run_interrupted
-from topkv_testing.machines.storage_faults import (
+from tests.machines.handed_over import on_a_shelf, run_interrupted
+from tests.machines.storage_faults import (
     in_a_child,
     in_time,
     run_answered_wrongly,
     run_forked,
 )
+from topkv.errors import StorageError
+from topkv_prefixes import calls, fetching, tier
+from topkv_prefixes.calls import Workers, answer_of
+from topkv_prefixes.storage import StorageUsage
+from topkv_testing.integrity import check_integrity
 
 WHO = r"topkv-doubles \S+ \(storage 'shelf'\)"
 

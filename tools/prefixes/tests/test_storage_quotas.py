@@ -6,10 +6,10 @@ import pytest
 from attrs import evolve
 from storage_driver import PROMPT, run, stored
 
+from tests.machines.kept import make_kept
 from topkv.errors import ConfigError
 from topkv_prefixes import fetching
 from topkv_prefixes.objects import owner_of
-from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import doubles
 from topkv_testing.models.storage_doubles import SHELF
 from topkv_testing.tiers import tier

@@ -7,9 +7,7 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from topkv.errors import ConfigError, PluginError, StorageError
-from topkv_prefixes.stored import StoredSessions
-from topkv_testing.machines.handed_over import (
+from tests.machines.handed_over import (
     leave,
     on_a_shelf,
     read_prompt,
@@ -18,6 +16,8 @@ from topkv_testing.machines.handed_over import (
     run_handed_over,
     take,
 )
+from topkv.errors import ConfigError, PluginError, StorageError
+from topkv_prefixes.stored import StoredSessions
 from topkv_testing.machines.lifecycle_model import doubles
 
 

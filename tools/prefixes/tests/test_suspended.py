@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.machines.dropping import Lives
+from tests.machines.engine_pages import SHAPE, run_forward
 from topkv.errors import CapabilityError, HostMemoryError, RequestError
 from topkv_prefixes import suspended
 from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples
-from topkv_testing.machines.dropping import Lives
-from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
 from topkv_testing.tiers import tier
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from tests.machines.engine_pages import SHAPE, run_forward
+from tests.machines.kept import keeping
 from topkv.prompts import prefill
 from topkv_files.entry import topkv_register_storages
 from topkv_prefixes import fetching
@@ -16,8 +18,6 @@ from topkv_prefixes.calls import Workers
 from topkv_simulate import tiers as simulated
 from topkv_simulate.tiers import Sizes
 from topkv_testing.integrity import check_integrity
-from topkv_testing.machines.engine_pages import SHAPE, run_forward
-from topkv_testing.machines.kept import keeping
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, doubles, make_coordinator
 from topkv_testing.tiers import tier
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.machines.lifecycle import lifecycle_machine
+from tests.machines.scenarios import SCENARIOS, run_scenario
 from topkv_simulate.policies import BELADY, LRU
 from topkv_simulate.recorder import recording
 from topkv_simulate.replay import Replayer
 from topkv_testing.kit import examples
-from topkv_testing.machines.lifecycle import lifecycle_machine
-from topkv_testing.machines.scenarios import SCENARIOS, run_scenario
 from topkv_testing.tiers import tier
 
 CPU = tier("cpu")

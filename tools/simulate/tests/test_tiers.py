@@ -20,6 +20,7 @@ from asked_histories import (
     sizes_of,
 )
 
+from tests.machines.kept import keeping
 from topkv.errors import CapabilityError, RequestError
 from topkv_prefixes.pages import PrefixPages
 from topkv_prefixes.settings import WRITES
@@ -28,7 +29,6 @@ from topkv_simulate.asked import Asked, Setup
 from topkv_simulate.asking import asking
 from topkv_simulate.tier_bound import most_found
 from topkv_simulate.tiers import Stored, Tiers
-from topkv_testing.machines.kept import keeping
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.tiers import tier
 

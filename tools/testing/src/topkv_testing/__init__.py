@@ -18,5 +18,5 @@ What these are made of, which is not public and may change in any version:
 * ``models``: doubles and models of truth, and which to take for what.
 * ``decodes``: whole decodes of an algorithm. ``differences``, ``host_reads``: checks of suites.
   ``pytest_plugin``: tiers and options for pytest. ``compiling``: its option ``--compile-for``.
-* ``machines``: parts of the tests of topkv itself. Authors of plugins need none of them.
+* ``machines``: coordinators and engines that live on. Authors of plugins need none of them.
 """

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.machines.lifecycle import Lives, lifecycle_machine
 from topkv.plugins import PluginRegistry
 from topkv_testing.machines.delays import delayed_copies
-from topkv_testing.machines.lifecycle import Lives, lifecycle_machine
 from topkv_testing.machines.lifecycle_model import LAYERS, MOST_TOKENS, Forward
 from topkv_testing.tiers import Tier
 

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 from threading import Thread
 from typing import Any
 
-from topkv_testing.machines.storage import read, scene
+from tests.machines.storage import read, scene
 from topkv_testing.tiers import Tier
 
 LONGEST_S = 20

@@ -11,7 +11,7 @@ To run it for an engine of your own, which has to follow ``topkv.hooks.transfer`
 
     from topkv.plugins import PluginRegistry
     from topkv_testing.doubles import Entries
-    from topkv_testing.machines.lifecycle import run_lifecycle
+    from tests.machines.lifecycle import run_lifecycle
     from topkv_testing.tiers import tier
 
     registry = PluginRegistry([("my-tests", "0", Entries(MY_ENTRY))])
@@ -39,12 +39,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.machines.lifecycle_calls import Calls, any_live
+from tests.machines.lifecycle_checks import Checks
+from tests.machines.lifecycle_forward import Forwards
 from topkv.plugins import PluginRegistry
 from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples
-from topkv_testing.machines.lifecycle_calls import Calls, any_live
-from topkv_testing.machines.lifecycle_checks import Checks
-from topkv_testing.machines.lifecycle_forward import Forwards
 from topkv_testing.machines.lifecycle_model import (
     LAYERS,
     REQUESTS,

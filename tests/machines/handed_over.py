@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.machines.engine_pages import SHAPE, run_forward
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import StorageError
 from topkv_prefixes import suspended
 from topkv_prefixes.objects import HEADER
 from topkv_prefixes.stored import StoredSession, StoredSessions
 from topkv_testing.integrity import check_integrity
-from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, doubles, make_coordinator
 from topkv_testing.models.storage_doubles import SHELVES, Shelf
 from topkv_testing.tiers import Tier

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from tests.machines.lifecycle_checks import Checks
 from topkv.errors import DeviceMemoryError, HostMemoryError, RequestError
-from topkv_testing.machines.lifecycle_checks import Checks
 from topkv_testing.machines.lifecycle_model import MOST_TOKENS, REQUESTS
 from topkv_testing.models.cache_model import ceil_div
 

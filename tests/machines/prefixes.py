@@ -16,12 +16,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.machines.engine_pages import SHAPE, run_forward
+from tests.machines.kept import make_kept
+from tests.machines.quotas import take
 from topkv import SparseCoordinator
 from topkv.errors import HostMemoryError, RequestError
 from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples
-from topkv_testing.machines.engine_pages import SHAPE, run_forward
-from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -30,7 +31,6 @@ from topkv_testing.machines.lifecycle_model import (
     REQUESTS,
     make_coordinator,
 )
-from topkv_testing.machines.quotas import take
 from topkv_testing.tiers import Tier
 
 

@@ -18,11 +18,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.machines.engine_pages import SHAPE, run_forward
+from tests.machines.kept import make_kept
+from tests.machines.prefixes import Lives, run_prefixes
 from topkv import SparseCoordinator
-from topkv_testing.machines.engine_pages import SHAPE, run_forward
-from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS
-from topkv_testing.machines.prefixes import Lives, run_prefixes
 from topkv_testing.models.storage_doubles import SHELVES, Shelf
 from topkv_testing.tiers import Tier
 

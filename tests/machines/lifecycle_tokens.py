@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv_testing.machines.lifecycle import Lives
+from tests.machines.lifecycle import Lives
 
 
 class TokenLives(Lives):

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 from torch import Tensor
 
+from tests.machines.lifecycle_tokens import TokenLives
 from topkv.entries import PluginEntry
 from topkv_testing.machines.lifecycle_model import SPARSE, Forward, Given, doubles
-from topkv_testing.machines.lifecycle_tokens import TokenLives
 from topkv_testing.models.cache_model import RequestModel
 from topkv_testing.models.doubles import SCRIPTED
 

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from torch import Tensor
 
+from tests.machines.lifecycle import machine_of, run_lives
+from tests.machines.lifecycle_calls import any_live
+from tests.machines.lifecycle_tokens import TokenLives
 from topkv.kv.token_format import LATENT, ROPE, ROW_BYTES, decode_fp8, encode_fp8
 from topkv.types import GroupShape, Index, IndexerShape, ModelShape
-from topkv_testing.machines.lifecycle import machine_of, run_lives
-from topkv_testing.machines.lifecycle_calls import any_live
 from topkv_testing.machines.lifecycle_model import (
     HEADS,
     LAYERS,
@@ -28,7 +29,6 @@ from topkv_testing.machines.lifecycle_model import (
     Given,
     doubles,
 )
-from topkv_testing.machines.lifecycle_tokens import TokenLives
 from topkv_testing.models.cache_model import RequestModel
 from topkv_testing.models.indexed import INDEXED
 
