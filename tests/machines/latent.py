@@ -19,8 +19,8 @@ from torch import Tensor
 from tests.machines.lifecycle import machine_of, run_lives
 from tests.machines.lifecycle_calls import any_live
 from tests.machines.lifecycle_tokens import TokenLives
-from topkv.kv.token_format import LATENT, ROPE, ROW_BYTES, decode_fp8, encode_fp8
 from topkv.types import GroupShape, Index, IndexerShape, ModelShape
+from topkv_authoring.latent_fp8 import LATENT, ROPE, ROW_BYTES, decode_fp8, encode_fp8
 from topkv_testing.machines.lifecycle_model import (
     HEADS,
     LAYERS,

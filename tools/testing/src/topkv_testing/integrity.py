@@ -38,8 +38,7 @@ def check_pages(pool: PageAllocator, holders: Sequence[Sequence[int]]) -> None:
     Raises:
         AssertionError: a count is wrong, or a page is lost or free twice.
     """
-    prefixes = isinstance(pool, PrefixPages)
-    if prefixes:
+    if isinstance(pool, PrefixPages):
         holders = [*holders, pool.lent]
     counts = np.zeros(pool.num_pages, dtype=np.int32)
     for pages in holders:
@@ -52,7 +51,7 @@ def check_pages(pool: PageAllocator, holders: Sequence[Sequence[int]]) -> None:
         problems.append("page 0 was leased")
     if not isinstance(pool, EngineKVPool):  # there an engine knows which pages are free
         problems += _free_problems(pool)
-    if prefixes:
+    if isinstance(pool, PrefixPages):
         problems += _kept_problems(pool)
     assert not problems, "host pool integrity: " + "; ".join(problems)
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.hooks.backend import BackendSetup
-from topkv.kv.token_format import decode_fp8
 from topkv.parameters import values
 from topkv.plugins.discovery import hookimpl
 from topkv.plugins.kinds import registering
 from topkv.types import LayerView, Plan, Selection, Tables
+from topkv_authoring.entry import topkv_register_kv_formats
+from topkv_authoring.latent_fp8 import decode_fp8
 from topkv_authoring.page_table import adapt_page_table
 from topkv_authoring.selectors import KeepsUnits
 from topkv_fp8_host_format.entry import topkv_register_host_formats
@@ -178,6 +179,7 @@ class Entries:
         stages = (KEEP, KEEP_KEYS, RERANK, TO_UNITS)
         self.entries = (SCRIPTED, COMPETING, GATHER, *stages, SHELF, *further)
         self.entries += (*topkv_register_keepers(), *topkv_register_host_formats())
+        self.entries += tuple(topkv_register_kv_formats())
         for kind in {entry.kind for entry in self.entries}:
             offered = [entry for entry in self.entries if entry.kind == kind]
             setattr(self, registering(kind), _offering(offered))
