@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
-from topkv.report import MemoryReport, Occupancy, TransferReport, count_occupancy
+from topkv.hooks.observer import Occupancy, TransferReport
+from topkv.report import MemoryReport, count_occupancy
 from topkv_prediction.report import Prediction
 from topkv_prefixes.stored import StoredSession
 from topkv_transformers import attention, blocks, capture, sessions

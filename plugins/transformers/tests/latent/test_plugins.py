@@ -12,13 +12,13 @@ from transformers import DynamicCache
 
 import topkv
 from topkv.plugins import PluginRegistry
-from topkv_authoring import entry as formats
 from topkv_authoring.latent_fp8 import LATENT, ROPE, decode_fp8, encode_fp8
 from topkv_transformers import entry
 
 algorithm = pytest.importorskip("topkv_deepseek_dsa.entry")
 backend = pytest.importorskip("topkv_triton_attention.entry")
 topk = pytest.importorskip("topkv_triton_topk.entry")
+formats = pytest.importorskip("topkv_fp8_kv_format.entry")
 
 CUDA = torch.cuda.is_available()
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
@@ -39,7 +39,7 @@ def plugins(dsa):
         "deepseek-dsa": algorithm,
         "triton-attention": backend,
         "triton-topk": topk,
-        "authoring": formats,
+        "fp8-kv-format": formats,
     }
     dsa.registry = PluginRegistry(
         [(f"topkv-{name}", topkv.__version__, module) for name, module in packages.items()]

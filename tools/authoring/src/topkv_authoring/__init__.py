@@ -5,7 +5,7 @@ Read ``selectors`` first: a selector says what is kept of a unit and what it is 
 ``language``). ``lane_scores`` combines scores of heads into what a top-k ranks, ``sticky`` adds a
 bonus for what is on the device, ``outliers`` takes large channels out of keys that are coded, and
 ``votes`` lets the end of a prompt vote for what of it is kept.
-``latent_fp8`` packs latent rows, the KV format ``fp8`` (``entry``).
+``latent_fp8`` packs latent rows for backends that read them as bytes.
 ``page_table`` makes the page table of an attention backend, ``libraries`` finds the optional
 library of a plugin, and ``tested`` names versions that tests never ran with. Kernels are in
 modules ``*_kernels``, imported on first use.

@@ -15,7 +15,6 @@ from topkv.parameters import values
 from topkv.plugins.discovery import hookimpl
 from topkv.plugins.kinds import registering
 from topkv.types import LayerView, Plan, Selection, Tables
-from topkv_authoring.entry import topkv_register_kv_formats
 from topkv_authoring.latent_fp8 import decode_fp8
 from topkv_authoring.page_table import adapt_page_table
 from topkv_authoring.selectors import KeepsUnits
@@ -172,14 +171,24 @@ GATHER = PluginEntry(
 )
 
 
+LATENT_FP8 = PluginEntry(
+    "fp8",
+    "kv_format",
+    {
+        "reference": "topkv_authoring.latent_fp8:LatentFp8",
+        "triton": "topkv_authoring.latent_fp8:LatentFp8Kernels",
+    },
+    capabilities=Capabilities(attention=("mla",)),
+)
+
+
 class Entries:
     """Registers both doubles and further entries as a package would."""
 
     def __init__(self, *further: PluginEntry) -> None:
         stages = (KEEP, KEEP_KEYS, RERANK, TO_UNITS)
-        self.entries = (SCRIPTED, COMPETING, GATHER, *stages, SHELF, *further)
+        self.entries = (SCRIPTED, COMPETING, GATHER, *stages, SHELF, LATENT_FP8, *further)
         self.entries += (*topkv_register_keepers(), *topkv_register_host_formats())
-        self.entries += tuple(topkv_register_kv_formats())
         for kind in {entry.kind for entry in self.entries}:
             offered = [entry for entry in self.entries if entry.kind == kind]
             setattr(self, registering(kind), _offering(offered))

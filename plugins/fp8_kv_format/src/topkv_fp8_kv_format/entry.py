@@ -1,4 +1,4 @@
-"""Entry of the KV format ``fp8``, whose rows several backends read."""
+"""Entry of the plugin, through which topkv finds the KV format ``fp8``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def topkv_register_kv_formats() -> list[PluginEntry]:
             name="fp8",
             kind="kv_format",
             factories={
-                "reference": "topkv_authoring.latent_fp8:LatentFp8",
-                "triton": "topkv_authoring.latent_fp8:LatentFp8Kernels",
+                "reference": "topkv_fp8_kv_format.format:LatentFp8",
+                "triton": "topkv_fp8_kv_format.format:LatentFp8Kernels",
             },
             hook_api=(3, 0),
             capabilities=Capabilities(attention=("mla",)),
