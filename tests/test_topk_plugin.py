@@ -167,8 +167,8 @@ def test_rows_of_prompts_are_selected_by_it_too(name, registry, monkeypatch):
     on = tier(name)
     if on.missing:
         pytest.skip(on.missing)
-    for module in ("algorithm", "launch"):
-        monkeypatch.setattr(f"topkv_deepseek_dsa.{module}.PROMPT_ROWS", 32)
+    for module in ("topkv_authoring.index", "topkv_deepseek_dsa.launch"):
+        monkeypatch.setattr(f"{module}.PROMPT_ROWS", 32)
     usual = run(on, registry, INDEXED, **DSA)
     Sorted.rows = 0
     named = run(on, registry, INDEXED, **DSA, topk="sorted")

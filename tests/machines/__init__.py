@@ -17,3 +17,16 @@ storage live through random histories beside a model. The tests of all packages 
 * ``storage``, ``storage_faults``, ``handed_over``: pages below host memory, storages that fail,
   and requests that one process leaves to the next.
 """
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    ).rstrip(os.pathsep),
+}
+"""Environment of programs that import the machines, wherever they are."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from mooncake_pages import PROGRAM, PROMPT, QUERIES, ROWS, coordinator, go_on, sessions_of
 
+from tests.machines import ENVIRONMENT
 from tests.machines.engine_pages import run_forward
 from tests.machines.handed_over import leave, take
 from topkv.errors import StorageError
@@ -40,7 +41,9 @@ def test_another_process_goes_on_to_the_bit(shared, begun):
         leave(here, slot, stored["request"])
     expected = go_on(here, slot)
     command = [sys.executable, PROGRAM, "take", json.dumps(params)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    done = subprocess.run(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+    )
     length, outputs = json.loads(done.stdout.splitlines()[-1])
     assert length == COUNT
     torch.testing.assert_close(torch.tensor(outputs), expected, rtol=0, atol=0)

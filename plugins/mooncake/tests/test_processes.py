@@ -14,12 +14,14 @@ import pytest
 import torch
 from mooncake_pages import PROGRAM, coordinator, live, made, plain, read
 
+from tests.machines import ENVIRONMENT
+
 pytestmark = pytest.mark.slow
 
 
 def start(what, params):
     command = [sys.executable, PROGRAM, what, json.dumps(params)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
 
 
 def lived(params):

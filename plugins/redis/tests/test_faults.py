@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 from redis_pages import PROGRAM, SIZE, key_of, made, page, put, read
 
+from tests.machines import ENVIRONMENT
 from topkv.errors import ConfigError
 from topkv_redis.connection import RedisError
 from topkv_redis.entry import PASSWORD
 
 
 def start(*command):
-    return subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, *command], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_a_server_that_is_killed_and_comes_back(make_server):

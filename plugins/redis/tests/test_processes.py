@@ -21,6 +21,7 @@ from redis_pages import (
     sessions_of,
 )
 
+from tests.machines import ENVIRONMENT
 from tests.machines.engine_pages import run_forward
 from tests.machines.handed_over import leave, take
 from topkv.errors import StorageError
@@ -35,7 +36,9 @@ COUNT = len(PROMPT)
 def reported(what, params):
     """Run another process, and return what it prints."""
     command = [sys.executable, PROGRAM, what, json.dumps(params)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    done = subprocess.run(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

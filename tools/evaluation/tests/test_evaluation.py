@@ -186,7 +186,7 @@ def test_index_traffic_is_that_of_the_readmes(measured):
     assert found["exact"] == pytest.approx((length * 2 * DIM * 4 + 2 * DIM * 4) / kv, abs=1e-3)
     assert found["streaming_llm"] == 0
     width = 77 - 1 - 32
-    assert found["snapkv"] == pytest.approx((2 * width + 2 + 3) * 4 / kv, abs=1e-3)
+    assert found["snapkv"] == pytest.approx((2 * width + 2 + 2) * 4 / kv, abs=1e-3)
     for row in measured.values():
         budget = 80 if row["unit"] == 16 else 77
         share = 100 * (budget + row["index_tokens"]) / 768

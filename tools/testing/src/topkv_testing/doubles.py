@@ -3,6 +3,7 @@
 from topkv_testing.models.doubles import (
     COMPETING,
     GATHER,
+    LATENT_FP8,
     SCRIPTED,
     Entries,
     Gather,
@@ -17,6 +18,7 @@ __all__ = [
     "GATHER",
     "KEEP",
     "KEEP_KEYS",
+    "LATENT_FP8",
     "RERANK",
     "SCRIPTED",
     "SHELF",
