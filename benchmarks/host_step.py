@@ -7,6 +7,7 @@ width makes no difference to the host. Requests of 120,000 tokens, whose pools a
 filled, for nothing here reads them. Wall-clock time in microseconds, median and 90 % of all steps;
 the GPU is idle, so waiting for it is no part of a step. Other work on a host comes in bursts, so
 the sizes take turns, and ``turns_us`` is the least and the largest median of a turn.
+``--device cpu`` compares two checkouts on a quieter host, where copies are cheaper than a GPU's.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ TOKENS, STEPS, WARM, TURNS = 120_000, 100, 20, 20
 MODEL = ModelShape(4, 8, 2, 64, torch.bfloat16, 64**-0.5)
 
 
-def make(rows: int) -> tuple[SparseCoordinator, list[int]]:
+def make(rows: int, device: torch.device) -> tuple[SparseCoordinator, list[int]]:
     """Make a coordinator; return it with the slots of its requests."""
     tokens = TOKENS + TURNS * (WARM + STEPS) + 64
     config = SparseConfig(
         algorithm="quest",
         backend="triton_attention",
+        impl="reference" if device.type == "cpu" else "triton",
         max_requests=rows,
         max_tokens=rows * tokens,
         max_request_tokens=tokens,
     )
-    lowered = lower(config, MODEL, device=torch.device("cuda", 0), registry=registry())
+    lowered = lower(config, MODEL, device=device, registry=registry())
     coordinator = SparseCoordinator(lowered)
     slots = []
     for _ in range(rows):
@@ -54,7 +56,8 @@ def turn(coordinator: SparseCoordinator, slots: list[int]) -> list[float]:
     """Run steps; return the microseconds of each on the host."""
     times = []
     for _ in range(WARM + STEPS):
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         started = time.perf_counter()
         coordinator.forward_begin(decode=slots)
         coordinator.forward_end(offloaded=True)
@@ -77,8 +80,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--device", type=torch.device, default="cuda:0")
     options = parser.parse_args()
-    made = {rows: make(rows) for rows in options.rows}
+    made = {rows: make(rows, options.device) for rows in options.rows}
     turns: dict[int, list[list[float]]] = {rows: [] for rows in options.rows}
     for _ in range(TURNS):
         for rows in options.rows:
