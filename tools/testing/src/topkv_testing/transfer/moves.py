@@ -157,7 +157,7 @@ class MoveTests(KitTests):
         self, subject: Subject, data: Data, shape: dict[str, Any], resident: bool
     ) -> None:
         """Chunks longer than the ring and ends in mid-unit, against a list of tokens."""
-        cache = cache_of(subject, **shape)
+        cache = cache_of(subject, **shape | {"units": 24})  # up to 22 tokens in units of one
         unit = cache.group.unit
         cache.begin(1, resident)
         for _ in range(data.draw(st.integers(1, 3))):
