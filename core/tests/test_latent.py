@@ -25,7 +25,7 @@ from topkv_testing.tiers import all_tiers
 
 DENSE_PROMPTS = evolve(INDEXED, name="dense_prompts", factories=f"{__name__}:DensePrompts")
 REGISTRY = PluginRegistry([("test", "1", Entries(INDEXED, DENSE_PROMPTS))])
-HEADS, MOST = 3, 40
+HEADS, MOST = 3, 48
 FORMATS = {"model": (12, 8), "fp8": (576, 512)}
 
 
