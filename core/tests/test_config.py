@@ -86,7 +86,8 @@ def test_precedence_and_origins():
     assert origin(lowered, "algorithm") == ("pages", "only one installed")
     assert origin(lowered, "max_tokens") == (4096, "positions of the model")
     assert origin(lowered, "impl") == ("reference", "topkv default on cpu")
-    assert origin(lowered, "ring_tokens") == (64, "topkv default: two of the largest unit")
+    why = "topkv default: the open unit and the tokens of a step"
+    assert origin(lowered, "ring_tokens") == (64, why)
 
 
 def test_every_setting_has_an_origin_and_is_shown():

@@ -43,6 +43,7 @@ from tests.machines.lifecycle_calls import Calls, any_live
 from tests.machines.lifecycle_checks import Checks
 from tests.machines.lifecycle_forward import Forwards
 from topkv.plugins import PluginRegistry
+from topkv.types import newest_units
 from topkv_testing.integrity import check_integrity
 from topkv_testing.kit import examples
 from topkv_testing.machines.lifecycle_model import (
@@ -119,8 +120,9 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
         slots = data.draw(st.lists(st.sampled_from(sorted(self.live)), min_size=1, unique=True))
         padding = data.draw(st.integers(0, REQUESTS - len(slots)))
         rows = data.draw(st.permutations([*slots, *[-1] * padding]))
+        queries = data.draw(st.sampled_from([1, self.coordinator.config.max_queries]))
         for _ in range(steps - 1):
-            if self.forward(Forward(rows=rows, widest=widest)) is None:
+            if self.forward(Forward(rows=rows, widest=widest, queries=queries)) is None:
                 return
         others = [slot for slot in self.live if slot not in slots]
         chunked = data.draw(st.lists(st.sampled_from(others), max_size=1)) if others else []
@@ -129,7 +131,7 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
         filling = [s for s in slots if (self.live[s].length + 1) % self.groups[0].unit == 0]
         candidates = [(slot, 1) for slot in filling or slots] + chunks
         ends = self.some_end(data, candidates, stop)
-        self.forward(Forward(rows, None, chunks, widest, stop, ends))
+        self.forward(Forward(rows, None, chunks, widest, stop, ends, queries=queries))
 
     @precondition(any_live)
     @rule(data=st.data())
@@ -150,6 +152,29 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
         self.roll_back(slot, back)
         for _ in range(back + 2 * self.groups[0].unit):
             self.decode_alone(slot)
+
+    @precondition(lambda self: any_live(self) and self.coordinator.config.max_queries > 1)
+    @rule(data=st.data(), steps=st.integers(1, 8), widest=st.sampled_from([4, 12, 50]))
+    def verify(self, data: st.DataObject, steps: int, widest: int) -> None:
+        """Append drafted tokens, other numbers to each row, and reject some of them."""
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.live)), min_size=1, unique=True))
+        rows = data.draw(st.permutations([*slots, *[-1] * (REQUESTS - len(slots))]))
+        for _ in range(steps):
+            queries = data.draw(st.integers(1, self.coordinator.config.max_queries))
+            counts = st.lists(st.integers(0, queries), min_size=REQUESTS, max_size=REQUESTS)
+            append = data.draw(st.one_of(st.none(), counts))
+            stop = data.draw(st.sampled_from([None, None, None, None, *range(LAYERS + 1)]))
+            todo = Forward(rows, append, widest=widest, stop=stop, queries=queries)
+            if self.forward(todo) is None:
+                return
+            if stop is None:
+                drafted = zip(todo.rows, todo.counts, strict=True)
+                left = {
+                    slot: self.live[slot].length - data.draw(st.integers(0, count))
+                    for slot, count in drafted
+                    if slot >= 0
+                }
+                self.reject(left)
 
     @precondition(any_live)
     @rule(data=st.data(), steps=st.integers(1, 5), tokens=st.integers(1, 9))
@@ -197,22 +222,25 @@ class LifecycleMachine(Lives):
         host_format=st.sampled_from(["model", "model", "fp8"]),
         stages=st.sampled_from([(), (), ("keep_keys",), ("keep_keys", "keep")]),
         share=st.sampled_from(["F", "F", "FS"]),
+        queries=st.sampled_from([1, 3, 8]),
         seed=st.integers(0, 9),
     )
     def start(
         self, scope: str = "kv_head", unit: int = 4,
         other: int | None = None, fast: bool = True, buffer: int = 24, page: int = 4,
         host_format: str = "model", stages: tuple[str, ...] = (), share: str = "F",
-        seed: int = 0,
+        queries: int = 1, seed: int = 0,
     ) -> None:  # fmt: skip
         """``other`` is the unit of the second sparse layer, in a group of its own. Entries are
         coded only where the transfer engine states that it can. ``stages`` leave what they are
-        given, and one of them keeps keys. With ``share`` the second sparse layer attends to what
-        the first has selected, unless it is in a group of its own."""
+        given, and one of them keeps keys; they take one query a row. With ``share`` the second
+        sparse layer attends to what the first has selected, unless it is in a group of its own.
+        ``queries`` is the most of a row."""
         layers: dict[str, Any] = {"1": "resident", "2": "streamed"}
         if other is not None:
             layers["3"] = {"unit": other, "scope": "shared", "buffer": 16}
-        widest = max(unit, other or 1)
+        widest, queries = max(unit, other or 1), 1 if stages else queries
+        drafted = widest * newest_units(queries + 1, widest)
         self.set_up(
             seed,
             fast,
@@ -222,7 +250,8 @@ class LifecycleMachine(Lives):
             budget=12,
             buffer=buffer,
             page_tokens=page,
-            ring_tokens=2 * widest if widest > 1 else 3,
+            ring_tokens=max(2 * widest if widest > 1 else 3, drafted),
+            max_queries=queries,
             layers=layers,
             stages=stages,
             share=share,

@@ -37,6 +37,18 @@ class Calls(Checks):
         request.cut(length)
         request.dirty = True
 
+    def reject(self, left: dict[int, int]) -> None:
+        """Take back what was rejected of several requests at once; ``left`` has their lengths."""
+        slots, lengths = [*left], [*left.values()]
+        if not all(self.live[slot].can_roll_back(length) for slot, length in left.items()):
+            call = self.coordinator.rollback
+            self.refused(RequestError, call, slots, lengths, match="behind the ring")
+            return
+        self.coordinator.rollback(slots, lengths)
+        for slot, length in left.items():
+            self.live[slot].cut(length)
+            self.live[slot].dirty = True
+
     def fork_request(self, slot: int) -> int | None:
         """Fork a request; return the twin, or None where there is no room for it."""
         request = self.live[slot]

@@ -45,17 +45,22 @@ class Forwards(Side):
                 self._select(layer, row, slot, warm, self.live[slot].length)
         for slot, _ in todo.chunks:
             self.live[slot].flushed()
-        for row in todo.appending:
-            request = self.live[todo.rows[row]]
-            request.high = max(request.high, request.length + 1)
+        for row, count in enumerate(todo.counts):
+            if count:
+                request = self.live[todo.rows[row]]
+                request.high = max(request.high, request.length + count)
         return self._run(todo)
 
     def _begin(self, todo: Forward, warm: dict[int, Tensor]) -> bool:
         writes = [
-            *(Write(todo.rows[r], self.live[todo.rows[r]].length, 1) for r in todo.appending),
+            *(
+                Write(slot, self.live[slot].length, count)
+                for slot, count in zip(todo.rows, todo.counts, strict=True)
+                if count
+            ),
             *(Write(slot, self.live[slot].length, tokens) for slot, tokens in todo.chunks),
         ]
-        call = (list(todo.rows), list(todo.chunks), todo.append)
+        call = (list(todo.rows), list(todo.chunks), todo.append, todo.queries)
         if not self.pages.write(writes):
             self.refused(HostMemoryError, self.coordinator.forward_begin, *call)
             return False
@@ -104,13 +109,13 @@ class Forwards(Side):
         """Draw inputs; rows that nobody may read hold NaN."""
         q = self.random(LAYERS, todo.count, HEADS, DIM)
         k, v = (self.random(LAYERS, todo.count, KV_HEADS, DIM) for _ in range(2))
-        for row, slot in enumerate(todo.rows):
-            if todo.alike:
-                q[:, row], k[:, row], v[:, row] = q[:, 0], k[:, 0], v[:, 0]
-            if slot < 0:
-                q[:, row] = float("nan")
-            if row not in todo.appending:
-                k[:, row] = v[:, row] = float("nan")
+        for row, count in enumerate(todo.counts):
+            rows = slice(row * todo.queries, (row + 1) * todo.queries)
+            asking = max(count, 1) if todo.rows[row] >= 0 else 0
+            for each, kept_rows in ((q, asking), (k, count), (v, count)):
+                if todo.alike:
+                    each[:, rows] = each[:, : todo.queries]
+                each[:, rows.start + kept_rows : rows.stop] = float("nan")
         kept = (k.clone(), v.clone())
         for layer, group in self.groups.items():
             if group.coded_bytes:
@@ -148,9 +153,20 @@ class Forwards(Side):
             offered.update(given)
 
     def _select(
-        self, layer: int, row: int, slot: int, ids: dict[int, Tensor], length: int
+        self,
+        layer: int,
+        row: int,
+        slot: int,
+        ids: dict[int, Tensor],
+        length: int,
+        queries: int = 1,
     ) -> Tensor:
-        """Mask of what each query head attends, bool ``[1, H, length]``; the lanes move on."""
+        """Mask of what each query head attends, bool ``[1, H, length]``; the lanes move on.
+
+        Args:
+            length: tokens of the request, those that the row appends included.
+            queries: how many the row has.
+        """
         if layer not in self.groups:
             return torch.ones(1, HEADS, length, dtype=torch.bool)
         mask = torch.zeros(1, HEADS, length, dtype=torch.bool)
@@ -158,8 +174,9 @@ class Forwards(Side):
         heads = HEADS // group.lane_heads
         for head in range(group.lane_heads):
             chosen = self._units(layer, ids[layer][row, head].tolist())
-            units = self.live[slot].select(layer, head, chosen, length)
-            tail = [] if self.live[slot].selectable else [(length - 1) // group.unit]
+            units = self.live[slot].select(layer, head, chosen, length, queries)
+            newest = self.live[slot].newest(layer, length, queries)
+            tail = [] if self.live[slot].selectable else newest
             for unit in [*units, *tail]:
                 tokens = slice(unit * group.unit, (unit + 1) * group.unit)
                 mask[0, head * heads : (head + 1) * heads, tokens] = True
@@ -175,13 +192,18 @@ class Forwards(Side):
         """Compare with attention in float64 over the tokens that are attended by the model."""
         for layer, out in enumerate(outs):
             for row, slot in enumerate(todo.rows):
+                own, end = todo.own(row), (row + 1) * todo.queries
+                asking = 0 if slot < 0 else max(todo.counts[row], 1)
+                assert (out[own.start + asking : end] == 0).all(), "a padded row must be 0"
                 if slot < 0:
-                    assert (out[row] == 0).all(), "a padded row must be 0"
                     continue
-                own = slice(row, row + (row in todo.appending))
-                mask = self._select(layer, row, slot, ids, self._length(todo, row))
-                self._close_to_truth(layer, slot, out, given, slice(row, row + 1), own, mask)
-            first = len(todo.rows)
+                length = self._length(todo, row)
+                mask = self._select(layer, row, slot, ids, length, asking)
+                own_place = torch.arange(length - asking, length)[:, None, None]
+                mask = mask & (torch.arange(length) <= own_place)
+                rows = slice(own.start, own.start + asking)
+                self._close_to_truth(layer, slot, out, given, rows, own, mask)
+            first = todo.decoded
             for slot, tokens in todo.chunks:
                 own = slice(first, first + tokens)
                 start, first = self.live[slot].length, first + tokens
@@ -194,15 +216,16 @@ class Forwards(Side):
             if self._source(layer) < len(outs) <= layer:
                 for row, slot in enumerate(todo.rows):
                     if slot >= 0:
-                        self._select(layer, row, slot, ids, self._length(todo, row))
+                        length, asking = self._length(todo, row), max(todo.counts[row], 1)
+                        self._select(layer, row, slot, ids, length, asking)
 
     def _source(self, layer: int) -> int:
         """The layer that selects for a sparse layer."""
         return SPARSE[0] if self.follows and layer in self.groups else layer
 
     def _length(self, todo: Forward, row: int) -> int:
-        """Tokens of a decode row, the new one included."""
-        return self.live[todo.rows[row]].length + (row in todo.appending)
+        """Tokens of a decode row's request, the new ones included."""
+        return self.live[todo.rows[row]].length + todo.counts[row]
 
     def _prompt_mask(self, layer: int, slot: int, given: Given, own: slice) -> Tensor:
         """Mask of what the rows ``own`` of a prompt select, broadcast to ``[rows, tokens]``."""
@@ -235,9 +258,9 @@ class Forwards(Side):
             return
         for row in todo.appending:
             request = self.live[todo.rows[row]]
-            request.append(k[:, row, None], v[:, row, None])
-            request.closed()
-        first = len(todo.rows)
+            request.append(k[:, todo.own(row)], v[:, todo.own(row)])
+            request.closed(todo.counts[row])
+        first = todo.decoded
         for slot, tokens in todo.chunks:
             request, start = self.live[slot], self.live[slot].length
             request.append(k[:, first : first + tokens], v[:, first : first + tokens])

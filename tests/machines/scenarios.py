@@ -97,6 +97,28 @@ def twins_share_pages_and_part(machine: Lives) -> None:
         machine.forget(twin)
 
 
+def drafts_are_appended_and_rejected(machine: Lives) -> None:
+    """Verify as many tokens as a row can have, over edges of units and pages, drop a forward, and
+    reject all numbers of them, in two requests at once."""
+    most = machine.coordinator.config.max_queries
+    machine.prefill_alone(0, 3)
+    other = machine.begin_request()
+    machine.prefill_alone(other, 6)
+    for turn in range(most + 2):
+        for stop in (1, None):
+            append = [most, 1 + turn % most]
+            machine.forward(Forward([0, other], append, widest=12, stop=stop, queries=most))
+            machine.everything_is_in_place()
+        kept = {0: 1 + turn % 3, other: append[1]}
+        machine.reject(
+            {
+                slot: machine.live[slot].length - count + min(count, kept[slot])
+                for slot, count in zip((0, other), append, strict=True)
+            }
+        )
+        machine.everything_is_in_place()
+
+
 def requests_take_turns_in_a_slot(machine: Lives) -> None:
     """Nothing that one request leaves behind shows in the next one."""
     for tokens in (17, 2, 9):

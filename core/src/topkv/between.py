@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from attrs import frozen
 
@@ -113,10 +114,10 @@ class BetweenForwards:
         check_reserve(self.requests, slot, tokens)
         self.requests.pages.lease([(slot, int(self.requests.length[slot]) + tokens)])
 
-    def rollback(self, slot: int, length: int) -> None:
-        """Take back the newest tokens, as far as the ring reaches; see ``Requests.rollback``."""
+    def rollback(self, slot: int | Sequence[int], length: int | Sequence[int]) -> None:
+        """Take back the newest tokens of a request, or of several; see ``Requests.rollback``."""
         check_idle(self.forward, "rollback")
-        self.requests.rollback(slot, length)
+        self.requests.rollback(np.atleast_1d(slot), np.atleast_1d(length))
 
     def truncate(self, slot: int, length: int) -> None:
         """Cut a request to ``length`` tokens and forget every device copy. Cold."""

@@ -29,7 +29,7 @@ from topkv.ops.chunk_attention import add_sinks
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.prompts.prefill import Prefill
-from topkv.requests.checks import check_begin, check_end, check_idle, check_rows
+from topkv.requests.checks import check_begin, check_end, check_idle, check_queries, check_rows
 from topkv.requests.requests import Requests
 from topkv.types import Index, Selection
 
@@ -103,25 +103,34 @@ class SparseCoordinator(BetweenForwards):
         self,
         decode: Sequence[int] = (),
         prefill: Sequence[tuple[int, ...]] = (),
-        append: Sequence[bool] | None = None,
+        append: Sequence[int] | None = None,
+        queries: int = 1,
     ) -> None:
         """Lease pages, settle what is due, and upload the rows of a forward. Outside graphs.
 
         Args:
-            decode: slots of the decode rows, -1 for padded ones. Each is one row.
+            decode: slots of the decode rows, -1 for padded ones. Each is ``queries`` rows of the
+                packed batch.
             prefill: ``(slot, tokens)`` chunks, whose rows follow the decode rows and each other;
                 or ``(slot, tokens, row)``, whose first row is given. A chunk may stand in the
                 place of padded decode rows.
-            append: which decode rows append their token; all but padded ones by default.
+            append: tokens that each decode row appends, 0 to ``queries``; as many as it has
+                queries by default. The first rows of a request are these tokens, in order, or its
+                newest one again where it appends none; what stands behind them is padding.
+            queries: Q, at most ``max_queries`` of the configuration. All queries of a request
+                share one selection a lane, and each sees the tokens up to its own; ``rollback``
+                takes tokens back that were drafted and are rejected.
 
         Raises:
             HostMemoryError: a page is missing; nothing has changed.
-            RequestError: a slot is unknown or named twice, a chunk overlaps other rows or leaves
-                a gap, a forward is open, or an algorithm has no room for another token after the
-                prompt.
+            RequestError: a slot is unknown or named twice, a row has too many queries or tokens, a
+                chunk overlaps other rows or leaves a gap, a forward is open, or an algorithm has
+                no room for another token after the prompt.
         """
         check_idle(self.forward, "forward_begin")
-        forward = Forward(np.array(decode, dtype=np.intp), append)  # a copy, read again at the end
+        check_queries(decode, append, queries, self.config.max_queries)
+        rows = np.array(decode, dtype=np.intp)  # a copy, read again at the end
+        forward = Forward(rows, append, queries)
         for slot, tokens, *row in prefill:
             forward.add_chunk(slot, tokens, *row)
         check_begin(forward, self.requests)
@@ -131,7 +140,7 @@ class SparseCoordinator(BetweenForwards):
         self._settle(forward.live)
         for chunk in forward.chunks:
             self.requests.flush(chunk.slot)
-        self._upload(forward.rows, forward.appended)
+        self._upload(rows, forward.appended, queries)
         if forward.chunks:
             self.prefill.ahead.begin(forward.chunks, self.requests.length)
         self.forward = forward
@@ -151,7 +160,8 @@ class SparseCoordinator(BetweenForwards):
 
         Args:
             layer: model layer number.
-            q: ``[rows, H, D]`` post-RoPE queries; rows at any stride, here and below.
+            q: ``[rows, H, D]`` post-RoPE queries; rows at any stride, here and below. Request b
+                of the decode rows has rows ``b * queries ..``.
             k, v: ``[rows, Hkv, D]`` post-RoPE keys, and values. Of latent attention the rows
                 ``[rows, 1, D]``, twice.
             index: of the model's own indexer for these rows; None where the layer has none. Only
@@ -177,16 +187,16 @@ class SparseCoordinator(BetweenForwards):
             path.selector.check_index(index)
         if out is None:
             out = q.new_empty((*q.shape[:-1], self.model.out_dim))
-        batch = len(forward.rows)
-        if batch:
-            own = None if index is None else index.rows(slice(0, batch))
-            selection = self._select(path, q[:batch], k[:batch], v[:batch], own)
-            self._attend(path, selection, q[:batch], out[:batch], sinks)
+        rows = forward.decoded
+        if rows:
+            own = None if index is None else index.rows(slice(0, rows))
+            selection = self._select(path, q[:rows], k[:rows], v[:rows], own)
+            self._attend(path, selection, q[:rows], out[:rows], sinks)
         for chunk in forward.chunks:
             if chunk.tokens:
-                rows = chunk.rows
-                own = None if index is None else index.rows(rows)
-                self.prefill.run(path, chunk, q[rows], k[rows], v[rows], own, out[rows], sinks)
+                at = chunk.rows
+                own = None if index is None else index.rows(at)
+                self.prefill.run(path, chunk, q[at], k[at], v[at], own, out[at], sinks)
         forward.attended.add(layer)
         return out
 
@@ -196,9 +206,10 @@ class SparseCoordinator(BetweenForwards):
     ) -> Selection | None:
         """Append the new tokens; return the units that they attend to, loaded. None for all."""
         lanes = path.lanes
+        rows = (-1, lanes.queries)
         k, v = path.host.round(k, v, lanes.packed)
         stored_k, stored_v = path.format.pack(k, v, lanes.packed)
-        path.transfer.append(path.view, stored_k.unsqueeze(1), stored_v.unsqueeze(1))
+        path.transfer.append(path.view, stored_k.unflatten(0, rows), stored_v.unflatten(0, rows))
         if not path.selector:
             return None
         selection = path.selector.select(q, k, v, index)
@@ -215,12 +226,13 @@ class SparseCoordinator(BetweenForwards):
         out: Tensor,
         sinks: Tensor | None,
     ) -> None:
-        lanes, queries, rows = path.lanes, q.unsqueeze(1), out.unsqueeze(1)
-        path.backend.attend(queries, path.k_slots, path.v_slots, lanes.tables, rows, lanes.lse)
+        lanes = path.lanes
+        q, out = (each.unflatten(0, (-1, lanes.queries)) for each in (q, out))
+        path.backend.attend(q, path.k_slots, path.v_slots, lanes.tables, out, lanes.lse)
         if path.selector and selection:
-            path.selector.correct(selection, queries, rows, lanes.lse)
+            path.selector.correct(selection, q, out, lanes.lse)
         if sinks is not None:
-            add_sinks(rows, lanes.lse, sinks)
+            add_sinks(out, lanes.lse, sinks)
 
     def offload(self) -> None:
         """Copy the units that this step's decode rows filled to the host. Capturable."""
@@ -240,7 +252,7 @@ class SparseCoordinator(BetweenForwards):
         if forward is None:
             raise RequestError("forward_end without forward_begin")
         check_end(forward, self.model)
-        if len(forward.rows) and not offloaded:
+        if forward.decoded and not offloaded:
             self.offload()
         if forward.chunks:
             self.prefill.join()
@@ -299,7 +311,7 @@ class SparseCoordinator(BetweenForwards):
 
     def _warm(self, slots: np.ndarray) -> None:
         """Load the selection of each prompt's last query, so that decoding starts with hits."""
-        self._upload(slots, np.zeros(len(slots), np.int32))
+        self._upload(slots, np.zeros(len(slots), np.int32), queries=1)
         try:
             for path in self.layers:
                 if path.selector:
@@ -314,7 +326,7 @@ class SparseCoordinator(BetweenForwards):
         for lanes in self.lanes:
             lanes.side.join()
 
-    def _upload(self, rows: np.ndarray, appended: np.ndarray) -> None:
-        self.requests.upload(rows, appended)
+    def _upload(self, rows: np.ndarray, appended: np.ndarray, queries: int) -> None:
+        self.requests.upload(rows, appended, queries)
         for lanes in self.lanes:
-            lanes.begin()
+            lanes.begin(queries)

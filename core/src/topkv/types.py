@@ -303,6 +303,11 @@ class Plan:
     misses: Tensor
 
 
+def newest_units(queries: int, unit: int) -> int:
+    """Count the units of ``unit`` tokens that the newest ``queries`` tokens can be in, at most."""
+    return 1 - (1 - queries) // unit
+
+
 @define
 class Tables:
     """Page table and lengths of a step. Owned by the core, one per group, reused by its layers.

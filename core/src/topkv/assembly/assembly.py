@@ -69,12 +69,16 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
         keeper = registry.create("keeper", config.pages.name, asked)
     algorithms = [_make_algorithm(registry, config, group) for group in config.groups]
     sizes = device, config.max_requests, model.group_size
-    setups = [BackendSetup(model, group.shape, *sizes, group.options) for group in config.groups]
+    queries = config.max_queries
+    setups = [
+        BackendSetup(model, group.shape, *sizes, group.options, queries) for group in config.groups
+    ]
     backends = [registry.create("backend", config.backend, setup, impl) for setup in setups]
     reasons = []
     for group, algorithm, reads in zip(config.groups, algorithms, backends, strict=True):
         if algorithm is not None:
             reasons += _pair_reasons(algorithm, reads, config.backend, group)
+            reasons += _undo_reasons(algorithm.spec().undo, group, config.max_queries)
     if reasons:
         raise ConfigError(CONFIG_REFUSED, reasons)
     specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]
@@ -97,7 +101,8 @@ def _make_algorithm(
         return made
 
     stages = make_stages(registry, config, group)
-    setup = AlgorithmSetup(config.model, stages.group, group.params, config.device, topk)
+    sizes = topk, config.max_queries
+    setup = AlgorithmSetup(config.model, stages.group, group.params, config.device, *sizes)
     return stages.behind(registry.create("algorithm", group.algorithm, setup, config.impl))
 
 
@@ -130,6 +135,16 @@ def _pair_reasons(
             f"ring_tokens to {least}"
         )
     return reasons
+
+
+def _undo_reasons(undo: int | None, group: LoweredGroup, queries: int) -> list[str]:
+    """The reason against drafts that an algorithm could not take back."""
+    if undo is None or undo >= queries - 1:
+        return []
+    return [
+        f"{group.algorithm} can take back the last {undo} tokens of what it accumulates, and of "
+        f"{queries} tokens of a row {queries - 1} may be rejected; lower max_queries to {undo + 1}"
+    ]
 
 
 class Tensors:
@@ -204,7 +219,7 @@ def connect(
     manager, transfers, paths = tensors.manager, [], []
     for index, store in enumerate(manager.stores):
         views = [tensors.views[layer][0] for layer in store.group.layers]
-        setup = TransferSetup(store, views, plugins.eviction)
+        setup = TransferSetup(store, views, plugins.eviction, config.max_queries)
         engine: Transfer = registry.create("transfer", config.transfer, setup, config.impl)
         transfers.append(engine)
         for view in views:

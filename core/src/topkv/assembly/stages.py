@@ -125,7 +125,9 @@ def make_stages(registry: PluginRegistry, config: LoweredConfig, group: LoweredG
     made = Stages(group.shape, config.device)
     # From the last to the first: what one is given, the one before it leaves.
     for number, asked in reversed(list(enumerate(group.stages))):
-        setup = StageSetup(config.model, made.group, asked.params, config.device)
+        setup = StageSetup(
+            config.model, made.group, asked.params, config.device, config.max_queries
+        )
         stage = registry.create("stage", asked.name, setup, config.impl)
         if asked.regrains or any(has_hook(stage, hook) for hook in ASKED):
             made.put_first(stage, number, group.selected_as if asked.regrains else None)

@@ -42,7 +42,7 @@ from topkv.kv.kv_format import AsMade
 from topkv.kv.layout import lay_out
 from topkv.messages import shown
 from topkv.plugins import PluginRegistry
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, newest_units
 
 
 def lower(
@@ -105,9 +105,10 @@ def _settle(
     reasons = known.reasons
     units = [plan.unit for _, plan in plans if plan.sparse]
     step = lcm(*units)
-    ring = -(-max(32, 2 * max(units, default=1)) // step) * step
+    queries, unit = known.set("max_queries"), max(units, default=1)
+    ring = -(-max(32, unit * newest_units(queries + 1, unit)) // step) * step
     page = known.set("page_tokens")
-    known.set("ring_tokens", ring, f"{DEFAULT}: two of the largest unit")
+    known.set("ring_tokens", ring, f"{DEFAULT}: the open unit and the tokens of a step")
     kernels = "triton" if device.type == "cuda" else "reference"
     reasons += impl_reasons(known.set("impl", kernels, f"{DEFAULT} on {device.type}"), device)
     requests = known.set("max_requests")

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 READERS = ("algorithm", "stage", "backend", "kv_format", "host_format")
 """Kinds that read rows of keys and values; others move and evict rows."""
 
+QUERIED = ("algorithm", "stage", "backend", "transfer")
+"""Kinds that get all queries of a row, or all tokens that it appends."""
+
 SELECTING = ("algorithm", "stage")
 """Kinds whose unit is the selected one; others work in stored units."""
 
@@ -121,6 +124,9 @@ def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> 
     most, got = caps.max_group, model.group_size
     if most is not None and got > most:
         yield f"takes at most {most} query heads for each kv-head, got {got}"
+    most, got = caps.queries, config.max_queries
+    if entry.kind in QUERIED and most is not None and got > most:
+        yield f"takes at most {most} queries a row, got max_queries {got}: lower it"
     if caps.needs_index and model.indexer is None:
         yield "selects by the model's own indexer, and this model has none"
     if entry.kind != "backend":

@@ -109,7 +109,7 @@ class Settings(Generic[Unset, Size]):
     named instead, or given as a mapping with the ``name`` of one and its ``params``."""
 
     ring_tokens: int | Unset = setting(checks.count)
-    """tokens of the ring of a lane, at least two units."""
+    """tokens of the ring of a lane: the open unit, and ``max_queries`` tokens behind it."""
 
     capture: str | Unset = setting(one_of(("off", "auto")), "auto")
     """``"auto"`` where the engine may record decode steps on a GPU and replay them, which its
@@ -124,6 +124,10 @@ class Settings(Generic[Unset, Size]):
 
     max_requests: int | Unset = setting(checks.count, 8)
     """requests at a time."""
+
+    max_queries: int | Unset = setting(checks.count, 1)
+    """most tokens that a decode row appends in a step, each with a query of its own: drafted
+    tokens and the one before them. The plugins have to take as many."""
 
     max_tokens: int | Unset = setting(checks.count, 32768)
     """tokens of all requests together; by default the positions of the model if it states them."""

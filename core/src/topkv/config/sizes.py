@@ -11,7 +11,7 @@ import torch
 from topkv.checks import MOST
 from topkv.config.lowered import LoweredConfig, LoweredGroup
 from topkv.messages import shown
-from topkv.types import MAX_COLUMNS, ModelShape
+from topkv.types import MAX_COLUMNS, ModelShape, newest_units
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 MAX_SELECT = 2**15  # the plan packs two counts into 32 bits
@@ -106,9 +106,11 @@ def _selection_reasons(group: LoweredGroup, buffer: int, config: LoweredConfig) 
             f"budget must be at least {least_named} ({least} tokens: one selected and the tail), "
             f"got {budget}"
         )
-    if ring % unit or ring < 2 * unit:
+    least_ring = unit * newest_units(config.max_queries + 1, unit)
+    if ring % unit or ring < least_ring:
         yield (
-            "ring_tokens must be a multiple of the unit and at least two units, got "
+            "ring_tokens must be a multiple of the unit and hold the open unit with "
+            f"max_queries = {config.max_queries} tokens behind it: at least {least_ring}, got "
             f"{ring} with unit {unit}"
         )
     if select > slots:

@@ -10,13 +10,14 @@ from topkv.config import LoweredConfig
 from topkv.decode.streams import SideStream
 from topkv.kv.step import StepUploader
 from topkv.ops.chunk_attention import Chosen
-from topkv.types import Plan, Selection, Tables
+from topkv.types import Plan, Selection, Tables, newest_units
 
 
 class LaneBuffers:
     """Selection, plan, page table and LSE of one group, shared by its layers.
 
-    Attributes (narrowed to the B rows of the forward, N = B * lane_heads):
+    Attributes (narrowed to the B rows of the forward and their Q queries, N = B * lane_heads):
+        queries: Q, the most queries of a row.
         room: memory for a selection.
         selection: of the layer that selected last.
         limit: int32 ``[B]`` selectable units.
@@ -24,8 +25,8 @@ class LaneBuffers:
             itself has one, and so has each that shares with it.
         side: the stream that loads ahead, see ``topkv.decode.loads``.
         tables: page table and lengths, see ``topkv.types.Tables``.
-        lse: fp32 ``[B, 1, H]``.
-        packed: of each plane ``[B, Hkv, dim]`` new tokens, where the KV format packs or rounds
+        lse: fp32 ``[B, Q, H]``.
+        packed: of each plane ``[B * Q, Hkv, dim]`` new tokens, where the KV format packs or rounds
             them; else None.
         prompts: by slot the selection of its prompt chunk's rows, from the layer that selected
             last; None where they attend to all.
@@ -39,10 +40,8 @@ class LaneBuffers:
         self.index, self.uploader, self.step = index, uploader, uploader.step
         self.sparse = group.residency == "sparse"
         self.prompts: dict[int, Chosen | None] = {}
-        lanes = max_batch * group.lane_heads
-        width = self.step.page_table.shape[1]
-        if self.sparse:
-            width = group.select + int(lowered.tail == "forced")
+        self.heads, self.forced = model.num_heads, lowered.tail == "forced"
+        lanes, most = max_batch * group.lane_heads, max_batch * config.max_queries
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -53,34 +52,42 @@ class LaneBuffers:
             Plan(ints(*units), ints(lanes), ints(*units), ints(*units), ints(lanes))
             for _ in range(max(map(len, lowered.turns), default=0))
         ]
-        self._table = ints(lanes, width)
+        self._table = ints(lanes * self._width(config.max_queries))
         self._lengths = ints(lanes)
-        lse = (max_batch, 1, model.num_heads)
-        self._lse = torch.zeros(lse, dtype=torch.float32, device=device)
+        self._lse = torch.zeros(most * self.heads, dtype=torch.float32, device=device)
         self._packed: Tensor | None = None
         if group.dtype is not model.dtype or group.coded_bytes:
-            rows = (group.planes, max_batch, group.num_kv_heads, group.head_dim)
+            rows = (group.planes, most, group.num_kv_heads, group.head_dim)
             self._packed = torch.zeros(rows, dtype=group.dtype, device=device)
-        self._batch = -1
+        self._batch, self.queries = -1, 1
 
-    def begin(self) -> None:
+    def _width(self, queries: int) -> int:
+        """Columns of the page table, see ``topkv.types.Tables``."""
+        if not self.sparse:
+            return self.step.page_table.shape[1]
+        behind = newest_units(queries, self.group.unit) if self.forced or queries > 1 else 0
+        return self.group.select + behind
+
+    def begin(self, queries: int) -> None:
         """Narrow the buffers to the forward's rows, and point dense layers at their pages."""
         batch = self.step.batch
-        if batch != self._batch:
-            self._narrow(batch)
+        if (batch, queries) != (self._batch, self.queries):
+            self._narrow(batch, queries)
         if not self.sparse and batch:
             rows, table = self.uploader.table_rows, self.step.page_table
             torch.index_select(table, 0, rows, out=self.tables.table)
 
-    def _narrow(self, batch: int) -> None:
-        lanes = batch * self.group.lane_heads
+    def _narrow(self, batch: int, queries: int) -> None:
+        lanes, rows, width = batch * self.group.lane_heads, batch * queries, self._width(queries)
         self.room = self.selection = Selection(self._ids[:lanes])
-        self.lse = self._lse[:batch]
+        self.lse = self._lse[: rows * self.heads].view(batch, queries, self.heads)
         lengths = self._lengths[:lanes] if self.sparse else self.step.lengths
-        self.tables = Tables(self._table[:lanes], lengths)
-        self.packed = None if self._packed is None else self._packed[:, :batch].unbind()
+        own = self.uploader.queries if queries > 1 else None
+        table = self._table[: lanes * width].view(lanes, width)
+        self.tables = Tables(table, lengths, queries=own)
+        self.packed = None if self._packed is None else self._packed[:, :rows].unbind()
         self.limit = self.uploader.limits[self.index]
         self.plans = [
             Plan(*(each[:lanes] for each in astuple(plan, recurse=False))) for plan in self._plans
         ]
-        self._batch = batch
+        self._batch, self.queries = batch, queries

@@ -66,17 +66,22 @@ class Forward:
 
     Attributes:
         rows: int64, as numpy indexes, ``[B]`` slots of the decode rows, -1 for padded ones.
-        append: which of them append a token; all but padded ones if None.
-        appended: int32 ``[B]`` 1 where a row appends its token.
+        append: tokens that each of them appends; Q, but of padded ones, if None.
+        queries: Q, rows of the packed batch that each has.
+        appended: int32 ``[B]`` tokens that each appends; 0 of padded ones.
         chunks: the prompt chunks, whose rows follow the decode rows.
         called: layers whose ``attention`` was called; a graph that is replayed calls none.
         attended: called layers that have run.
         ending: slots whose requests end with the forward.
-        live, writers: int64, slots of decode rows that are not padded, and that append.
+        live: int64, slots of decode rows that are not padded.
+        writers, drafted: of each token that decode rows append its slot, int64, and how many the
+            row appends before it.
+        decoded: rows of the packed batch that are decode rows, B * Q.
     """
 
     rows: np.ndarray
-    append: Sequence[bool] | None = None
+    append: Sequence[int] | None = None
+    queries: int = 1
     chunks: list[Chunk] = field(factory=list)
     called: set[int] = field(factory=set)
     attended: set[int] = field(factory=set)
@@ -84,12 +89,18 @@ class Forward:
     appended: np.ndarray = field(init=False)
     live: np.ndarray = field(init=False)
     writers: np.ndarray = field(init=False)
+    drafted: np.ndarray | int = field(init=False, default=0)
+    decoded: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         live = self.rows >= 0
-        appends = live if self.append is None else live & np.asarray(self.append, dtype=bool)
-        self.live, self.writers = self.rows[live], self.rows[appends]
-        self.appended = appends.astype(np.int32)
+        asked = self.queries if self.append is None else self.append
+        self.appended = live * np.asarray(asked, dtype=np.int32)
+        self.live, self.decoded = self.rows[live], len(self.rows) * self.queries
+        self.writers = self.live if self.append is None else self.rows[self.appended > 0]
+        if self.queries > 1:
+            row, self.drafted = (np.arange(self.queries) < self.appended[:, None]).nonzero()
+            self.writers = self.rows[row]
 
     def add_chunk(self, slot: int, tokens: int, row: int | None = None) -> None:
         """Put the rows of a chunk behind the rows so far, or at ``row``."""
@@ -104,4 +115,4 @@ class Forward:
     @property
     def count(self) -> int:
         """Rows of the packed batch."""
-        return int(max([len(self.rows), *(chunk.rows.stop for chunk in self.chunks)]))
+        return int(max([self.decoded, *(chunk.rows.stop for chunk in self.chunks)]))

@@ -43,17 +43,17 @@ class Selector:
             )
 
     def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> Selection:
-        """Follow the new token of each row and return the units selected for it. Hot.
+        """Follow the new tokens of each row and return the units selected for it. Hot.
 
         Args:
-            q: ``[B, H, D]``.
-            k, v: ``[B, Hkv, D]``.
+            q: ``[B * Q, H, D]``.
+            k, v: ``[B * Q, Hkv, D]``.
             index: index of the rows, where the algorithm selects by the model's indexer.
         """
         return self.lanes.selection
 
     def correct(self, selection: Selection, q: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Correct ``out [B, 1, H, Dv]`` and ``lse [B, 1, H]`` for what was not attended. Hot."""
+        """Correct ``out [B, Q, H, Dv]`` and ``lse [B, Q, H]`` for what was not attended. Hot."""
 
     def select_prompt(
         self, slot: int, start: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None
@@ -82,6 +82,7 @@ class Own(Selector):
         indexed: the algorithm selects by the model's indexer, not by its queries and keys.
         settles: True if ``settle`` does anything.
         settle_whole: True if ``settle`` wants the history from position 0.
+        follows: True if ``truncated`` does anything.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Own(Selector):
         self.width = view.group.select + (group.tail == "forced" and not group.regrained)
         self.settles = has_hook(algorithm, "settle")
         self._corrects = has_hook(algorithm, "correct")
+        self.follows = has_hook(algorithm, "truncated")
         self.settle_whole = algorithm.spec().settle_whole
         model, requests, device = config.model, config.max_requests, view.step.slots.device
         heads, dim, self._last_weights = model.num_heads, model.head_dim, None
@@ -112,9 +114,10 @@ class Own(Selector):
 
     def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> Selection:
         queries, keys, weights = self._inputs(q, k, index)
-        self.algorithm.update(self.view, keys.unsqueeze(1), v.unsqueeze(1))
-        weights = None if weights is None else weights.unsqueeze(1)
-        return self._retrieve(queries.unsqueeze(1), weights)
+        rows = (-1, self.lanes.queries)
+        self.algorithm.update(self.view, keys.unflatten(0, rows), v.unflatten(0, rows))
+        weights = None if weights is None else weights.unflatten(0, rows)
+        return self._retrieve(queries.unflatten(0, rows), weights)
 
     def correct(self, selection: Selection, q: Tensor, out: Tensor, lse: Tensor) -> None:
         if self._corrects:
@@ -172,8 +175,7 @@ class Own(Selector):
 
     def truncated(self, slot: int, length: int) -> None:
         """Follow a request that has lost its tokens from ``length`` on. Cold."""
-        if has_hook(self.algorithm, "truncated"):
-            self.algorithm.truncated(self.view, slot, length)
+        self.algorithm.truncated(self.view, slot, length)
 
     def kept(self) -> dict[str, Tensor]:
         kept = {"queries": self._last_queries, "weights": self._last_weights}

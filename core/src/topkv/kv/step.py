@@ -11,7 +11,7 @@ from torch import Tensor
 
 from topkv.types import StepTensors
 
-_FIELDS = 6
+_FIELDS = 7
 
 _BLOCKS, _WAITS = 8, 4
 """Blocks that uploads are written to in turn, and how many of them wait by one event."""
@@ -65,6 +65,7 @@ class StepUploader:
     Attributes:
         step: the step tensors, narrowed to the rows of the forward.
         table_rows: int32 ``[B]`` row of the page table of each row; 0 of padded ones.
+        queries: int32 ``[B]`` queries of each row, see ``topkv.types.Tables``.
         limits: int32 ``[B]`` of each group: how many units of a row can be selected.
         staging: what uploads are written to, on the host.
     """
@@ -86,7 +87,8 @@ class StepUploader:
             Staging(shape[1:], device),
         )
         table = torch.zeros(shape, dtype=torch.int32, device=device)
-        slots, lengths, high, resident, appended, self.table_rows = self._packed[:_FIELDS]
+        fields = self._packed[:_FIELDS]
+        slots, lengths, high, resident, appended, self.table_rows, self.queries = fields
         self.step = StepTensors(slots, lengths, high, appended, resident, table)
         self.limits: list[Tensor] = list(self._packed[_FIELDS:])
 
@@ -96,12 +98,15 @@ class StepUploader:
             self._pages.next()[:] = table[slot]
             self._pages.copy_to(self.step.page_table[slot])
 
-    def upload(self, slots: np.ndarray, counted: np.ndarray, appended: np.ndarray) -> None:
+    def upload(
+        self, slots: np.ndarray, counted: np.ndarray, appended: np.ndarray, queries: int
+    ) -> None:
         """Upload the decode rows of a forward.
 
         Args:
             slots, appended: int64 and int32 ``[B]``; see ``topkv.types.StepTensors``.
             counted: int32 ``[3, B]`` lengths, high and resident, see there too.
+            queries: Q, the most of a row in this forward.
         """
         batch, block = len(slots), self._steps.next()
         block[0, batch:], block[1:, batch:] = -1, 0
@@ -109,11 +114,12 @@ class StepUploader:
         values[0], values[1:4], values[4] = slots, counted, appended
         np.maximum(slots, 0, out=values[5])
         lengths = counted[0]
-        behind = np.maximum(lengths - 1, 0)
+        behind = np.maximum(lengths - np.maximum(appended, 1, out=values[6]), 0)
         for row, (unit, selectable) in enumerate(self._limits, start=_FIELDS):
-            values[row] = lengths if selectable else behind // unit
+            values[row] = lengths if selectable and queries == 1 else behind // unit
         self._steps.copy_to(self._packed)
         if batch != self.step.batch:
             step, packed = self.step, self._packed[:, :batch]
             step.slots, step.lengths, step.high, step.resident, step.appended = packed[:5]
-            self.table_rows, self.limits = packed[5], list(packed[_FIELDS:])
+            self.table_rows, self.queries = packed[5:_FIELDS]
+            self.limits = list(packed[_FIELDS:])

@@ -37,9 +37,27 @@ def check_begin(forward: Forward, requests: Requests) -> None:
         for slot in slots.tolist():
             requests.check(slot)
         raise RequestError(f"slot {named.argmax()} is named twice in one forward")
-    _check_generated(requests, forward.writers, 1)
+    _check_generated(requests, forward.writers, forward.drafted + 1)
     if forward.chunks:
         _check_places(forward)
+
+
+def check_queries(
+    rows: Sequence[int], append: Sequence[int] | None, queries: int, most: int
+) -> None:
+    """Refuse more queries of a row than ``most``, and tokens of a row that lack a query."""
+    if not 1 <= queries <= most:
+        raise RequestError(
+            f"rows of {queries} queries are not among 1 to max_queries = {most}; draft fewer "
+            "tokens, or raise max_queries in the configuration"
+        )
+    if append is None:
+        return
+    if len(append) != len(rows) or not all(0 <= tokens <= queries for tokens in append):
+        raise RequestError(
+            f"append must have 0 to {queries} tokens for each of {len(rows)} decode rows, got "
+            f"{list(append)}"
+        )
 
 
 def check_idle(forward: Forward | None, call: str) -> None:
@@ -55,18 +73,19 @@ def check_reserve(requests: Requests, slot: int, tokens: int) -> None:
         _check_generated(requests, np.asarray([slot]), tokens)
 
 
-def _check_generated(requests: Requests, slots: np.ndarray, tokens: int) -> None:
+def _check_generated(requests: Requests, slots: np.ndarray, tokens: np.ndarray | int) -> None:
     """Refuse tokens that an algorithm which chooses once could not attend.
 
     Args:
-        slots: int64 ``[B]`` requests, each of which generates ``tokens`` further ones.
+        slots: int64 ``[n]`` requests, each of which generates ``tokens`` further ones.
+        tokens: int64 ``[n]``, or one number for all.
     """
     generated = requests.generated
     if generated == 2**31 - 1:
         return  # it has room for any number
     length = requests.length[slots]
     prompt = np.where(requests.fresh[slots], length, requests.prompt[slots])
-    over = slots[length - prompt + tokens > generated]
+    over = np.unique(slots[length - prompt + tokens > generated])
     if len(over):
         raise RequestError(
             f"slots {over.tolist()} would have more than {generated} tokens after "
@@ -78,10 +97,11 @@ def _check_generated(requests: Requests, slots: np.ndarray, tokens: int) -> None
 def _check_places(forward: Forward) -> None:
     """Refuse chunks over rows of others, and rows that nothing would write."""
     places = [np.arange(chunk.rows.start, chunk.rows.stop) for chunk in forward.chunks]
-    rows = np.concatenate([np.flatnonzero(forward.rows >= 0), *places])
+    decode = np.flatnonzero(forward.rows.repeat(forward.queries) >= 0)
+    rows = np.concatenate([decode, *places])
     times = np.bincount(rows[rows >= 0], minlength=forward.count)
     twice, never = np.flatnonzero(times > 1), np.flatnonzero(times == 0)
-    never = never[never >= len(forward.rows)]  # padded decode rows are written by the decode
+    never = never[never >= forward.decoded]  # padded decode rows are written by the decode
     first = rows.min(initial=0)
     if first < 0 or len(twice) or len(never):
         raise RequestError(

@@ -11,6 +11,7 @@ from topkv.config import LoweredConfig
 from topkv.errors import HostMemoryError, RequestError, undone_by
 from topkv.kv.step import StepUploader
 from topkv.memory.manager import SparseKVCacheManager
+from topkv.types import newest_units
 
 
 class PageTable:
@@ -31,16 +32,23 @@ class PageTable:
     ) -> None:
         self.manager, self.step = manager, step
         self.page_tokens, self.limit = config.page_tokens, config.max_request_tokens
-        # One column more than pages: behind a full row stands page 0, which nobody holds.
-        shape = (config.max_requests, self.limit // self.page_tokens + 1)
-        self._table = np.zeros(shape, dtype=np.int32)
-        self.table = self._table[:, :-1]
+        # More columns than pages: behind a full row stands page 0, which nobody holds, for all
+        # tokens that a step can append.
+        most = self.limit // self.page_tokens
+        columns = most + newest_units(config.max_queries, self.page_tokens)
+        self._table = np.zeros((config.max_requests, columns), dtype=np.int32)
+        self.table = self._table[:, :most]
         self.count = np.zeros(config.max_requests, dtype=np.int32)
         self._changed: set[int] = set()
 
     def of(self, slot: int) -> list[int]:
         """Return the host pages of a request, in order."""
         pages: list[int] = self.table[slot, : self.count[slot]].tolist()
+        return pages
+
+    def behind(self, slot: int, tokens: int) -> list[int]:
+        """Return the pages of a request that hold its tokens from ``tokens`` on."""
+        pages: list[int] = self.table[slot, tokens // self.page_tokens : self.count[slot]].tolist()
         return pages
 
     def needed(self, tokens: int) -> int:
@@ -66,14 +74,14 @@ class PageTable:
                 self.write(slot, int(self.count[slot]), pages[:count])
                 pages = pages[count:]
 
-    def without_page(self, slots: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Return the slots whose next token has no page, or one that others share.
+    def without_page(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the slots of tokens that have no page, or one that others share.
 
         Args:
-            slots: int64 ``[B]``.
-            length: int32 ``[B]`` tokens of each.
+            slots: int64 ``[n]`` of each token.
+            places: int32 ``[n]`` its position.
         """
-        page = self._table[slots, length // self.page_tokens]
+        page = self._table[slots, places // self.page_tokens]
         in_need: np.ndarray = slots[self.manager.host.references.take(page) != 1]
         return in_need
 

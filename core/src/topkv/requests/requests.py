@@ -61,6 +61,7 @@ class Requests:
     ) -> None:
         self.config, self.manager, self.step = config, manager, step
         self.transfers, self.selectors = transfers, selectors
+        self._following = [selector for selector in selectors if selector.follows]
         self.generated, self.undo = generated, undo
         self.shares_prefixes = shares_prefixes
         self.bound: int | None = None
@@ -143,30 +144,36 @@ class Requests:
                 f"{np.flatnonzero(self.active).tolist()}"
             )
 
-    def rollback(self, slot: int, length: int) -> None:
-        """Take back the newest tokens, as far as the ring reaches: a change of length.
+    def rollback(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Take back the newest tokens of requests, as far as their rings reach; all or none.
 
-        The pages stay with the request.
+        Lengths change and nothing else: the pages stay with the requests.
+
+        Args:
+            slots, lengths: int64 ``[n]``, of which a request stands in ``slots`` once.
 
         Raises:
-            RequestError: the tail unit of the new length has left the ring; use ``truncate``.
+            RequestError: the tail unit of a new length has left the ring; use ``truncate``.
         """
-        self._check_length(slot, length)
+        self._check_lengths(slots, lengths)
         for group in self.manager.groups:
-            low = (int(self.high[slot]) - 1) // group.unit - group.ring_slots + 1
-            if group.residency == "sparse" and low > 0 and (length - 1) // group.unit < low:
+            low = (self.high[slots] - 1) // group.unit - group.ring_slots + 1
+            gone = (low > 0) & ((lengths - 1) // group.unit < low)
+            if group.residency == "sparse" and gone.any():
+                at = int(gone.argmax())
                 raise RequestError(
-                    f"rollback to {length} tokens reaches behind the ring, which starts at token "
-                    f"{low * group.unit}; truncate can go there"
+                    f"rollback of slot {slots[at]} to {lengths[at]} tokens reaches behind the "
+                    f"ring, which starts at token {low[at] * group.unit}; truncate can go there"
                 )
-        self._cut(slot, length)
-        self.dirty[slot] = True
+        self._cut(slots, lengths)
+        self.dirty[slots] = True
 
     def truncate(self, slot: int, length: int) -> None:
         """Cut a request to ``length`` tokens and forget every device copy. Cold."""
-        self._check_length(slot, length)
+        one = np.array([slot]), np.array([length])
+        self._check_lengths(*one)
         self.flush(slot)
-        self._cut(slot, length)
+        self._cut(*one)
         self.pages.shrink(slot, self.pages.needed(length))
         self.restore(slot)
 
@@ -216,40 +223,55 @@ class Requests:
         for transfer in self.transfers:
             transfer.restore(slot, int(self.length[slot]), fast)
 
-    def _check_length(self, slot: int, length: int) -> None:
-        self.check(slot)
-        if not 0 <= length <= self.length[slot]:
-            raise RequestError(f"length must be between 0 and {self.length[slot]}, got {length}")
-        lost = int(self.length[slot]) - length
-        if lost > self.undo:
+    def _check_lengths(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Refuse slots without a request, lengths that they do not have, and to take back more
+        than an algorithm can."""
+        known = (slots >= 0) & (slots < len(self.active)) & self.active.take(slots, mode="clip")
+        if not known.all():
+            self.check(int(slots[known.argmin()]))
+        lost = self.length[slots] - lengths
+        wrong = (lost < 0) | (lengths < 0)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise RequestError(
+                f"length must be between 0 and {self.length[slots[at]]}, got {lengths[at]}"
+            )
+        if (most := int(lost.max(initial=0))) > self.undo:
             raise RequestError(
                 f"an algorithm can take back the last {self.undo} tokens of what it has "
-                f"accumulated, and {lost} were asked for; begin the request anew"
+                f"accumulated, and {most} were asked for; begin the request anew"
             )
 
-    def _cut(self, slot: int, length: int) -> None:
-        """Shorten a request; one that loses a part of its prompt is settled again later."""
-        self.manager.host.withdraw(self.pages.of(slot)[length // self.config.page_tokens :])
-        self.length[slot] = length
-        self.settled[:, slot] = np.minimum(self.settled[:, slot], length)
-        self.fresh[slot] |= length < self.prompt[slot]
-        for selector in self.selectors:
-            selector.truncated(slot, length)
+    def _cut(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Shorten requests; one that loses a part of its prompt is settled again later."""
+        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+            self.manager.host.withdraw(self.pages.behind(slot, length))
+        self.length[slots] = lengths
+        self.settled[:, slots] = np.minimum(self.settled[:, slots], lengths)
+        self.fresh[slots] |= lengths < self.prompt[slots]
+        self._follow(slots)
+
+    def _follow(self, slots: np.ndarray) -> None:
+        """Let algorithms that derive state of decoded tokens follow requests that lost some."""
+        for selector in self._following:
+            for slot in slots.tolist():
+                selector.truncated(slot, int(self.length[slot]))
 
     def own_pages(self, forward: Forward) -> None:
         """Lease the pages that a forward writes, and copy those that are shared; all or none."""
         writers, length = forward.writers, self.length
-        writes = [(slot, 1) for slot in self.pages.without_page(writers, length[writers]).tolist()]
+        lacking = self.pages.without_page(writers, length[writers] + forward.drafted).tolist()
+        writes = [(slot, int((writers == slot).sum())) for slot in dict.fromkeys(lacking)]
         writes += [(chunk.slot, chunk.tokens) for chunk in forward.chunks]
         if writes:  # rare in a step that decodes
             self.pages.own(
                 [(slot, int(length[slot]), int(length[slot]) + n) for slot, n in writes]
             )
 
-    def upload(self, slots: np.ndarray, appended: np.ndarray) -> None:
+    def upload(self, slots: np.ndarray, appended: np.ndarray, queries: int) -> None:
         """Upload decode rows and what they append, as in ``Forward``, and the pages."""
         self.pages.upload()
-        self.step.upload(slots, self._counted(slots, appended), appended)
+        self.step.upload(slots, self._counted(slots, appended), appended, queries)
 
     def _counted(self, slots: np.ndarray, appended: np.ndarray) -> np.ndarray:
         """Return length, high and resident, int32 ``[3, B]``, with the tokens that rows append."""
@@ -281,5 +303,4 @@ class Requests:
         for slot in slots:
             self.flush(slot)
             self.restore(slot)
-            for selector in self.selectors:
-                selector.truncated(slot, int(self.length[slot]))
+            self._follow(np.array([slot]))

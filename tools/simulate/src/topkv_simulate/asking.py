@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv_prefixes.pages import page_keys
@@ -140,9 +142,11 @@ class Asking:
         call(stored)
         self._note(DOES.FORGET, int(stored))
 
-    def _cut(self, call: Any, slot: int, length: int) -> None:
-        call(slot, length)
-        self._note(DOES.CUT, slot, length // self.coordinator.config.page_tokens)
+    def _cut(self, call: Any, slots: np.ndarray, lengths: np.ndarray) -> None:
+        call(slots, lengths)
+        pages = lengths // self.coordinator.config.page_tokens
+        for slot, page in zip(slots.tolist(), pages.tolist(), strict=True):
+            self._note(DOES.CUT, slot, page)
 
     def _lease(self, call: Any, needs: Sequence[tuple[int, int]], spare: int = 0) -> None:
         missing = any(self.pages.needed(length) > self.pages.count[slot] for slot, length in needs)

@@ -142,6 +142,7 @@ class Tiers:
         self.host: Any = PrefixPages(pages)  # whose keys are numbers here
         self.host.on_evict, self.host.tenant_of = self._evicted, lambda name: b""
         config: Any = SimpleNamespace(
+            max_queries=1,
             page_tokens=asked.page_tokens,
             # One that is longer than the pool does not fit, however long it is.
             max_request_tokens=min(-(-asked.longest // asked.page_tokens), pages)

@@ -77,31 +77,47 @@ class Forward:
 
     Attributes:
         rows: slots of the decode rows, -1 for padded ones.
-        append: True for rows that append; by default all do.
+        append: tokens that each row appends; by default as many as it has queries.
         chunks: ``(slot, tokens)``.
         widest: ids are drawn below it.
         stop: layers after which it is dropped; None to carry it through.
         ends: slot to end after each of some layers.
         alike: give all rows the same inputs and ids.
+        queries: rows of the packed batch that each row has.
     """
 
     rows: Sequence[int] = ()
-    append: Sequence[bool] | None = None
+    append: Sequence[int] | None = None
     chunks: Sequence[tuple[int, int]] = ()
     widest: int = 8
     stop: int | None = None
     ends: Mapping[int, int] = {}
     alike: bool = False
+    queries: int = 1
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens that each row appends; 0 of padded ones."""
+        asked = self.append or [self.queries] * len(self.rows)
+        return [int(n) if slot >= 0 else 0 for slot, n in zip(self.rows, asked, strict=True)]
 
     @property
     def appending(self) -> list[int]:
         """Indices of the rows that append."""
-        flags = self.append or [True] * len(self.rows)
-        return [row for row, slot in enumerate(self.rows) if slot >= 0 and flags[row]]
+        return [row for row, count in enumerate(self.counts) if count]
+
+    @property
+    def decoded(self) -> int:
+        """Rows of the packed batch that are decode rows."""
+        return len(self.rows) * self.queries
 
     @property
     def count(self) -> int:
-        return len(self.rows) + sum(tokens for _, tokens in self.chunks)
+        return self.decoded + sum(tokens for _, tokens in self.chunks)
+
+    def own(self, row: int) -> slice:
+        """The rows of the packed batch whose tokens a row appends."""
+        return slice(row * self.queries, row * self.queries + self.counts[row])
 
 
 @frozen

@@ -203,15 +203,14 @@ class RequestModel:
             self.claim(self.length - 1, self.length)
         self.dirty = False
 
-    def closed(self) -> None:
-        """End a decode step; the units that it filled moved to the host."""
+    def closed(self, tokens: int) -> None:
+        """End a decode step of ``tokens`` tokens; the units that it filled moved to the host."""
         self.dirty = True
         for (layer, _), lane in self.lanes.items():
             group = self.groups[layer]
-            unit = (self.length - 1) // group.unit
-            filled = self.length % group.unit == 0 and self.fits(group)
-            if filled and unit < group.buffer_slots:
-                lane.unit_in[unit] = unit
+            for unit in range((self.length - tokens) // group.unit, self.length // group.unit):
+                if self.fits(group) and unit < group.buffer_slots:
+                    lane.unit_in[unit] = unit
 
     def restored(self) -> None:
         """Forget ring and buffer, and fill them from the host."""
@@ -220,10 +219,17 @@ class RequestModel:
             lane.reset()
         self.claim(0, self.length)
 
-    def select(self, layer: int, head: int, ids: Sequence[int], length: int) -> list[int]:
+    def newest(self, layer: int, length: int, queries: int) -> range:
+        """Units of the newest tokens, one for each query: a lane attends to them in any case."""
+        unit = self.groups[layer].unit
+        return range(max(0, length - queries) // unit, (length - 1) // unit + 1)
+
+    def select(
+        self, layer: int, head: int, ids: Sequence[int], length: int, queries: int = 1
+    ) -> list[int]:
         """Select: the units that a lane attends at ``length`` tokens; its buffer moves on."""
         group = self.groups[layer]
-        limit = length if self.selectable else max(0, (length - 1) // group.unit)
+        limit = length if self.selectable else self.newest(layer, length, queries).start
         if self.fits(group):
             units, missed = [unit for unit in dict.fromkeys(ids) if 0 <= unit < limit], 0
         else:

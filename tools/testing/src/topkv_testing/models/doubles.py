@@ -97,14 +97,20 @@ class Gather:
             length = int(tables.lengths[lane])
             batch, head = divmod(lane, each)
             used = tables.table[lane, : -(-length // unit)].to(k.device).long()
+            asked = slice(0, None if tables.queries is None else int(tables.queries[batch]))
             keys, values = (
                 pool[used].transpose(1, 2).flatten(0, 1)[:length].to(q.device) for pool in (k, v)
             )
             if self.model.attention == "mla":
                 keys = decode_fp8(keys, torch.float64) if keys.dtype == torch.uint8 else keys
                 values = keys[..., : self.model.out_dim]
-            result, log = attention(queries[batch, :, head], keys, values, self.model.scale)
-            outs[batch, :, head], sums[batch, :, head] = result.to(out.dtype), log.float()
+            asking = queries[batch, asked, head]
+            # Each query sees the tokens up to its own, the newest ones of the list in order.
+            last = length - len(asking) + torch.arange(len(asking), device=q.device)
+            mask = torch.arange(length, device=q.device) <= last[:, None]
+            result, log = attention(asking, keys, values, self.model.scale, mask)
+            outs[batch, :, head], sums[batch, :, head] = 0, -torch.inf
+            outs[batch, asked, head], sums[batch, asked, head] = result.to(out.dtype), log.float()
 
     @hookimpl
     def prefill(
@@ -146,7 +152,7 @@ SCRIPTED = PluginEntry(
     "scripted",
     "algorithm",
     "topkv_testing.models.doubles:Scripted",
-    capabilities=Capabilities(scopes=("kv_head", "shared")),
+    capabilities=Capabilities(scopes=("kv_head", "shared"), queries=None),
     defaults={"scope": "kv_head"},
     parameters=ScriptedParams,
 )
@@ -167,6 +173,7 @@ GATHER = PluginEntry(
         attention=("gqa", "mla"),
         kv_formats=("model", "fp8"),
         host_memory=True,
+        queries=None,
     ),
 )
 
