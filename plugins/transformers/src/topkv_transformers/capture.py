@@ -215,7 +215,7 @@ class CapturedDecoder:
         forward, cache = self.requests.forward, kwargs.get(CACHE)
         if forward is None or forward.chunks is not None or torch.is_grad_enabled():
             return False
-        if forward.model is None:
+        if forward.model is None or forward.columns > 1:
             return False
         if not isinstance(cache, TopkvCache) or cache.state is not forward.state:
             return False

@@ -29,7 +29,7 @@ class Forward:
         state: the cache that it appends to.
         columns: q, new columns of the padded batch.
         chunks: of a prefill forward, ``(slot, tokens)`` of the rows with real tokens; None for
-            decode, where each row appends one token.
+            decode, where each row appends all columns.
         index: int64 rows of the flattened ``[B * q]`` batch that hold real tokens; None
             where all do.
         seen: columns of the cache before the forward.
@@ -130,9 +130,9 @@ def left_padding(mask: Tensor, seen: int = 0) -> np.ndarray:
 def is_prefill(state: CacheState, columns: int) -> bool:
     """Return True if a forward of ``columns`` columns still belongs to the prompt."""
     return (
-        columns > 1
+        columns > state.most
         or state.seen == 0
-        or state.seen + columns <= state.prompt
+        or state.seen < state.prompt
         or bool((state.padding >= state.seen).any())
     )
 
@@ -164,7 +164,7 @@ def open_forward(
             real = np.arange(columns) >= pads[:, None]
             index = torch.from_numpy(np.flatnonzero(real)).to(coordinator.config.device)
     if chunks is None:
-        coordinator.forward_begin(decode=state.slots)
+        coordinator.forward_begin(decode=state.slots, queries=columns)
     else:
         coordinator.forward_begin(prefill=chunks)
     lengths = coordinator.requests.length[state.slots].tolist()  # behind pages that were dropped

@@ -36,10 +36,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         (),
         "assisted decoding is not supported; give assistant_early_exit=None",
     ),
-    "prompt_lookup_num_tokens": (
-        (),
-        "prompt lookup is not supported; give prompt_lookup_num_tokens=None",
-    ),
     "use_mtp": ((False,), "multi-token prediction is not supported; give use_mtp=False"),
     "custom_generate": ((), "custom decoding loops are not supported; leave custom_generate out"),
     "token_healing": (
@@ -113,14 +109,48 @@ class Call:
             if getattr(default, name, None) not in (None, ours)
         }
 
-    def refuse(self) -> None:
-        """Raise CapabilityError with every option that topkv does not offer."""
+    @property
+    def drafts(self) -> int:
+        """The most tokens that prompt lookup drafts for a step; 0 without it."""
+        return self.option("prompt_lookup_num_tokens") or 0
+
+    def refuse(self, most: int, mixed: bool, seen: int) -> None:
+        """Raise CapabilityError with every option that topkv does not offer.
+
+        Args:
+            most: ``max_queries`` of the configuration.
+            mixed: layers of Transformers stand beside ours.
+            seen: columns that the cache holds.
+        """
         reasons = refused_options(self.option)
+        if self.drafts:
+            reasons += self._draft_reasons(most, mixed, seen)
         mask = self.arguments.get("attention_mask")
         if mask is not None and mask.ndim != 2:
             reasons.append(f"attention_mask: expected [B, n], got shape {list(mask.shape)}")
         if reasons:
             raise CapabilityError("generate cannot do this through topkv", reasons)
+
+    def _draft_reasons(self, most: int, mixed: bool, seen: int) -> list[str]:
+        """Reasons against prompt lookup; arguments as of ``refuse``."""
+        reasons, tokens = [], self.drafts + 1
+        if tokens > most:
+            reasons.append(
+                f"a step verifies {tokens} tokens of a row, and max_queries is {most}; set it to "
+                f"{tokens}"
+            )
+        if mixed:
+            reasons.append(
+                "layers that slide over a window or keep a state forget what drafts have "
+                "replaced; leave it out"
+            )
+        if seen:
+            reasons.append(
+                "Transformers would append all ids again behind those that the cache holds; pass "
+                "all ids without past_key_values"
+            )
+        name, without = f"prompt_lookup_num_tokens={self.drafts}", "prompt_lookup_num_tokens=None"
+        return [f"{name}: {reason}, or give {without}" for reason in reasons]
 
     def columns_given(self) -> int:
         """Columns of the prompt that was passed."""
@@ -300,17 +330,24 @@ def generate(
         return original(**arguments)
     with requests.exclusive(), requests.watch.unchanged():
         call = Call(model, arguments, salt)
-        call.refuse()
+        most = requests.coordinator.config.max_queries
+        held = 0 if given is None else given.state.seen
+        call.refuse(most, any(requests.stand_in.stock), held)
         cache = TopkvCache(requests) if given is None else given
         cache.check_owner(requests)
         before, kept = cache.state.seen, cache.state.stock.keep()
         try:
-            prefixes.take_over(call, cache)
+            if not call.drafts:  # which begin with a forward of all ids
+                prefixes.take_over(call, cache)
             call.admit(cache)
             arguments = with_cache(arguments, cache)
             arguments |= {"attention_mask": call.mask(), **call.ours()}
             reached = cache.state.seen
-            output = original(**arguments)
+            cache.state.most = most if call.drafts else 1
+            try:
+                output = original(**arguments)
+            finally:
+                cache.state.most = 1
             _check_used(model, cache, reached)
         except BaseException:
             requests.truncate(cache.state, before, kept)

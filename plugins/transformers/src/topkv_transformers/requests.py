@@ -139,7 +139,8 @@ class CacheRequests:
         """Drop what the open forward has done, which is a decode step, and begin it again."""
         self.coordinator.forward_abort()
         if self.forward is not None:
-            self.coordinator.forward_begin(decode=self.forward.state.slots)
+            forward = self.forward
+            self.coordinator.forward_begin(decode=forward.state.slots, queries=forward.columns)
 
     # Requests.
 
@@ -190,9 +191,9 @@ class CacheRequests:
             if kept is None and columns < state.seen:
                 state.stock.check_crop()
             try:
-                self._cut(state.slots, lengths)
+                self._cut(state, lengths)
             except BaseException:  # rows of different ends would be wrong without a word
-                self._cut(state.slots, lengths)
+                self._cut(state, lengths)
                 raise
             finally:
                 state.keep(columns)
@@ -291,8 +292,14 @@ class CacheRequests:
         forward, self.forward = self.forward, None
         return forward
 
-    def _cut(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        for slot, length in zip(slots, lengths, strict=True):
+    def _cut(self, state: CacheState, lengths: Sequence[int]) -> None:
+        """Cut the requests of a cache; drafts that were rejected by their lengths alone, for the
+        ring holds all that one step has appended."""
+        lost = self.coordinator.requests.high[state.slots] - lengths
+        if (lost < state.most).all() and state.most > 1:
+            self.coordinator.rollback(state.slots, lengths)
+            return
+        for slot, length in zip(state.slots, lengths, strict=True):
             self.coordinator.truncate(slot, length)
 
     @contextmanager

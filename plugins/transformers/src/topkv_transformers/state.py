@@ -15,6 +15,8 @@ class CacheState:
         slots: the request slot of each row; empty before the first forward.
         seen: columns that have been appended, padding included.
         prompt: columns below which a forward is prefill, even if it is one token long.
+        most: most columns of a forward behind the prompt that is a decode step: 1, but while
+            drafted tokens are verified.
         padding: int64 ``[B]`` columns of left padding of each row, so far.
         stock: the layers that topkv leaves alone.
         fed: the state of the model that has made all columns; None if there are none, or if it
@@ -26,6 +28,7 @@ class CacheState:
     def __init__(self, stock: StockLayers | None = None) -> None:
         self.slots: list[int] = []
         self.stock = stock or StockLayers()
+        self.most = 1
         self.clear()
 
     def begin(self, slots: list[int]) -> None:
