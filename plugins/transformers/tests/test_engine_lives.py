@@ -1,4 +1,4 @@
-"""Random lives of caches: chunks, single tokens, forks, crops and ends, in any order.
+"""Random lives of caches: chunks, single tokens, drafts, forks, crops and ends, in any order.
 
 Where the budget covers a sequence, each forward gives the logits of the stock model over all of
 its tokens at once.
@@ -20,7 +20,10 @@ pytestmark = pytest.mark.slow
 LONGEST = 90
 """Tokens of a row."""
 
-ACTIONS = ("chunk", "chunk", "token", "token", "token", "fork", "crop", "close")
+DRAFTS = 4
+"""Most tokens that a step verifies."""
+
+ACTIONS = ("chunk", "chunk", "token", "token", "drafts", "drafts", "fork", "crop", "close")
 
 
 class Life:
@@ -50,6 +53,16 @@ class Life:
         stock, truth = (twin(seen).logits[:, -new.shape[1] :].double() for twin in self.twins)
         check.close(ours, stock, truth)
 
+    def verify(self, at, new, rejected, check):
+        """Feed tokens in one step, as ``generate`` does with drafts, and take some back."""
+        cache, seen = self.caches[at]
+        cache.state.most = DRAFTS
+        try:
+            self.forward(at, new, check)
+            self.crop(at, seen.shape[1] + new.shape[1] - rejected)
+        finally:
+            cache.state.most = 1
+
     def fork(self, at):
         cache, seen = self.caches[at]
         self.caches.append((copy.deepcopy(cache), seen))
@@ -78,6 +91,10 @@ def live(data, life, check):
             shape = (life.rows, data.draw(st.integers(1, most_new), "tokens"))
             new = torch.randint(2, 96, shape, generator=tokens).to(life.model.device)
             life.forward(at, new, check)
+        elif action == "drafts" and 0 < length <= LONGEST - DRAFTS:
+            count = data.draw(st.integers(1, DRAFTS), "drafts")
+            new = torch.randint(2, 96, (life.rows, count), generator=tokens).to(life.model.device)
+            life.verify(at, new, data.draw(st.integers(0, count - 1), "rejected"), check)
         elif action == "fork" and len(life.caches) < most and length:
             life.fork(at)
         elif action == "crop" and length > 1:
@@ -98,6 +115,7 @@ def test_lives(tiny, check):
         settings = tiny.settings(
             unit=data.draw(st.sampled_from([1, 4, 16]), "unit"),
             ring_tokens=32,
+            max_queries=DRAFTS,
             resident_fast_path=data.draw(st.booleans(), "fast"),
             scope=data.draw(st.sampled_from(["kv_head", "shared"]), "scope"),
             dense_layers=data.draw(st.sampled_from([[], [0], [1]]), "dense"),
