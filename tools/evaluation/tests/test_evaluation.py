@@ -129,9 +129,9 @@ def test_a_context_is_read_once(model, monkeypatch):
     begun = []
     begin = SparseCoordinator.forward_begin
 
-    def counted(self, decode=(), prefill=(), append=None):
+    def counted(self, decode=(), prefill=(), append=None, queries=1):
         begun.append((len(decode), sum(tokens for _, tokens in prefill), append is None))
-        begin(self, decode, prefill, append)
+        begin(self, decode, prefill, append, queries)
 
     monkeypatch.setattr(SparseCoordinator, "forward_begin", counted)
     task = tasks.retrieval_task(700, questions=5, per_context=3, seed=1)
