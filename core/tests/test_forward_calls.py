@@ -63,6 +63,38 @@ def test_slots_that_hold_no_request_are_refused(make, slot):
     run(coordinator, decode=[known])
 
 
+@pytest.mark.parametrize(
+    ("call", "reported"),
+    [
+        ({"queries": 4}, "rows of 4 queries are not among 1 to max_queries = 3"),
+        ({"queries": 0}, "rows of 0 queries"),
+        (
+            {"queries": 2, "append": [3, 1]},
+            r"0 to 2 tokens for each of 2 decode rows, got \[3, 1\]",
+        ),
+        ({"queries": 2, "append": [-1, 1]}, "append must have 0 to 2 tokens"),
+        ({"queries": 2, "append": [1]}, "for each of 2 decode rows"),
+    ],
+)
+def test_tokens_without_a_query_are_refused(make, call, reported):
+    coordinator = make(max_queries=3, ring_tokens=6)
+    slots = [coordinator.request_begin() for _ in range(2)]
+    run(coordinator, prefill=[(slot, 3) for slot in slots])
+    with pytest.raises(RequestError, match=reported):
+        coordinator.forward_begin(decode=slots, **call)
+    run(coordinator, decode=slots)
+
+
+@pytest.mark.parametrize(("slots", "lengths"), [([0, 0], [2, 1]), ([0, 1], [2]), ([0], [2, 2])])
+def test_a_rollback_that_names_no_length_for_each_slot_changes_nothing(make, slots, lengths):
+    coordinator = make()
+    both = [coordinator.request_begin() for _ in range(2)]
+    run(coordinator, prefill=[(slot, 3) for slot in both])
+    with pytest.raises(RequestError, match="each slot once and a length for each"):
+        coordinator.rollback(slots, lengths)
+    assert [coordinator.length(slot) for slot in both] == [3, 3]
+
+
 @pytest.mark.parametrize("rows", [3, 7], ids=["fewer", "more"])
 def test_rows_that_no_forward_announced_are_refused(make, rows):
     coordinator = make()

@@ -66,7 +66,7 @@ class Forward:
 
     Attributes:
         rows: int64, as numpy indexes, ``[B]`` slots of the decode rows, -1 for padded ones.
-        append: tokens that each of them appends; Q, but of padded ones, if None.
+        append: tokens that each of them appends; None where all that are not padded append Q.
         queries: Q, rows of the packed batch that each has.
         appended: int32 ``[B]`` tokens that each appends; 0 of padded ones.
         chunks: the prompt chunks, whose rows follow the decode rows.
@@ -74,8 +74,8 @@ class Forward:
         attended: called layers that have run.
         ending: slots whose requests end with the forward.
         live: int64, slots of decode rows that are not padded.
-        writers, drafted: of each token that decode rows append its slot, int64, and how many the
-            row appends before it.
+        writers: int64, slot of each token that decode rows append.
+        drafted: int64, how many tokens its row appends before each of these; 0 where Q is 1.
         decoded: rows of the packed batch that are decode rows, B * Q.
     """
 

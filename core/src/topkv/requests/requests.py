@@ -224,8 +224,13 @@ class Requests:
             transfer.restore(slot, int(self.length[slot]), fast)
 
     def _check_lengths(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Refuse slots without a request, lengths that they do not have, and to take back more
-        than an algorithm can."""
+        """Refuse slots without a request or named twice, lengths that they do not have, and to
+        take back more than an algorithm can."""
+        if slots.shape != lengths.shape or len(np.unique(slots)) < len(slots):
+            raise RequestError(
+                f"expected each slot once and a length for each, got slots {slots.tolist()} and "
+                f"lengths {lengths.tolist()}"
+            )
         known = (slots >= 0) & (slots < len(self.active)) & self.active.take(slots, mode="clip")
         if not known.all():
             self.check(int(slots[known.argmin()]))

@@ -337,7 +337,7 @@ def generate(
         cache.check_owner(requests)
         before, kept = cache.state.seen, cache.state.stock.keep()
         try:
-            if not call.drafts:  # which begin with a forward of all ids
+            if not call.drafts:  # prompt lookup begins with a forward of all ids
                 prefixes.take_over(call, cache)
             call.admit(cache)
             arguments = with_cache(arguments, cache)
