@@ -58,10 +58,10 @@ def prefill(coordinator, lengths):
 class Inputs:
     """Queries, keys and values of every layer at fixed addresses, refilled for each step."""
 
-    def __init__(self):
-        self.q = torch.zeros(LAYERS, 4, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    def __init__(self, rows=4):
+        self.q = torch.zeros(LAYERS, rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         self.k, self.v = (
-            torch.zeros(LAYERS, 4, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+            torch.zeros(LAYERS, rows, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
             for _ in range(2)
         )
         self.out = torch.zeros_like(self.q)
@@ -172,6 +172,62 @@ def test_captured_replays_equal_eager_bitwise(options, scope):
     check_integrity(captured)
     eager.close()
     captured.close()
+
+
+DRAFTED = {
+    "joint": {},
+    "joint-sharing": SHARING,
+    "exact": {"verification": "exact"},
+    "exact-sharing": {"verification": "exact", **SHARING},
+    "exact-sticky-regranulated": {"verification": "exact", **TOKENS, **STICKY},
+    "exact-coded": {"verification": "exact", "host_format": "fp8"},
+}
+
+
+@pytest.mark.parametrize("options", DRAFTED.values(), ids=DRAFTED)
+def test_captured_drafts_equal_eager_ones_bitwise(options):
+    """One graph serves rows of any number of tokens up to Q, after rejections too."""
+    queries, steps = 4, 24
+    eager, captured = (make(max_queries=queries, **options) for _ in range(2))
+    lengths = [PROMPT, 40, PROMPT + 9, 130]
+    slots = prefill(eager, lengths)
+    assert prefill(captured, lengths) == slots
+    inputs, replayed = Inputs(4 * queries), Inputs(4 * queries)
+    graph = None
+    for step in range(steps):
+        append = [1 + (step + row) % queries for row in range(4)]
+        left = [(step * 7 + row) % count for row, count in enumerate(append)]
+        inputs.refill(step)
+        replayed.refill(step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            eager.forward_begin(slots, append=append, queries=queries)
+            inputs.run(eager)
+            eager.forward_end(offloaded=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        captured.forward_begin(slots, append=append, queries=queries)
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replayed.run(captured)
+        graph.replay()
+        captured.forward_end(offloaded=True)
+        torch.cuda.synchronize()
+        assert torch.equal(inputs.out, replayed.out), f"step {step}"
+        assert inputs.out.isfinite().all()
+        for each in (eager, captured):
+            kept = [each.length(slot) - less for slot, less in zip(slots, left, strict=True)]
+            each.rollback(slots, kept)
+    for one, other in zip(eager.manager.stores, captured.manager.stores, strict=True):
+        for name in ("buffer", "unit_slot", "slot_unit", "order", "counters", "entries"):
+            both = (getattr(each, name).cpu().nan_to_num() for each in (one, other))
+            assert torch.equal(*both), name
+    assert captured.transfers_of([slots[0]]).misses > steps
+    for each in (eager, captured):
+        check_integrity(each)
+        each.close()
 
 
 def test_stalls_grow_with_each_replay_that_missed_and_with_no_other():

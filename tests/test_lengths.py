@@ -13,8 +13,8 @@ MOST = 400
 SPINE = ("coordinator.py", "prompts", "requests", "assembly", "decode")
 """The path of a step in ``core/src/topkv``: DESIGN.md says in which order to read it."""
 
-SPINE_MOST = 2400
-"""Most lines of the spine: an hour of reading. 2,300, and 100 for several queries a row."""
+SPINE_MOST = 2460
+"""Most lines of the spine: an hour of reading. 2,300, and 160 for several queries a row."""
 
 QUEST_MOST = 220
 """Most lines of Quest, the smallest method with kernels: entry, reference and device functions."""

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from tests.machines.lifecycle import run_lifecycle
-from tests.machines.scenarios import SCENARIOS, copies_come_late, run_scenario
+from tests.machines.scenarios import (
+    SCENARIOS,
+    copies_come_late,
+    drafts_are_appended_and_rejected,
+    run_scenario,
+)
 from topkv.errors import ConfigError, HostMemoryError
 from topkv.prompts.prefill import Prefill
 from topkv_testing.integrity import check_integrity
@@ -36,6 +41,22 @@ def test_lifecycle(on):
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_scenario(scenario, fast, on):
     run_scenario(scenario, on, fast=fast, unit=2, buffer=12)
+
+
+@pytest.mark.parametrize("verification", ["joint", "exact"])
+@pytest.mark.parametrize("queries", [2, 3, 8])
+def test_drafts(queries, verification, on):
+    options = {"queries": queries, "verification": verification, "page": 4}
+    for fast, unit, share in ((True, 4, "F"), (False, 2, "FS"), (False, 1, "F")):
+        run_scenario(
+            drafts_are_appended_and_rejected,
+            on,
+            fast=fast,
+            unit=unit,
+            buffer=12,
+            share=share,
+            **options,
+        )
 
 
 @pytest.mark.gpu

@@ -120,7 +120,7 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
         slots = data.draw(st.lists(st.sampled_from(sorted(self.live)), min_size=1, unique=True))
         padding = data.draw(st.integers(0, REQUESTS - len(slots)))
         rows = data.draw(st.permutations([*slots, *[-1] * padding]))
-        queries = data.draw(st.sampled_from([1, self.coordinator.config.max_queries]))
+        queries = data.draw(st.integers(1, self.coordinator.config.max_queries))
         for _ in range(steps - 1):
             if self.forward(Forward(rows=rows, widest=widest, queries=queries)) is None:
                 return
@@ -222,24 +222,25 @@ class LifecycleMachine(Lives):
         host_format=st.sampled_from(["model", "model", "fp8"]),
         stages=st.sampled_from([(), (), ("keep_keys",), ("keep_keys", "keep")]),
         share=st.sampled_from(["F", "F", "FS"]),
-        queries=st.sampled_from([1, 3, 8]),
+        queries=st.sampled_from([1, 2, 4, 8]),
+        verification=st.sampled_from(["joint", "exact"]),
         seed=st.integers(0, 9),
     )
     def start(
         self, scope: str = "kv_head", unit: int = 4,
         other: int | None = None, fast: bool = True, buffer: int = 24, page: int = 4,
         host_format: str = "model", stages: tuple[str, ...] = (), share: str = "F",
-        queries: int = 1, seed: int = 0,
+        queries: int = 1, verification: str = "joint", seed: int = 0,
     ) -> None:  # fmt: skip
         """``other`` is the unit of the second sparse layer, in a group of its own. Entries are
         coded only where the transfer engine states that it can. ``stages`` leave what they are
-        given, and one of them keeps keys; they take one query a row. With ``share`` the second
+        given, and one of them keeps keys; they take one query at a time. With ``share`` the second
         sparse layer attends to what the first has selected, unless it is in a group of its own.
         ``queries`` is the most of a row."""
         layers: dict[str, Any] = {"1": "resident", "2": "streamed"}
         if other is not None:
             layers["3"] = {"unit": other, "scope": "shared", "buffer": 16}
-        widest, queries = max(unit, other or 1), 1 if stages else queries
+        widest = max(unit, other or 1)
         drafted = widest * newest_units(queries + 1, widest)
         self.set_up(
             seed,
@@ -252,6 +253,7 @@ class LifecycleMachine(Lives):
             page_tokens=page,
             ring_tokens=max(2 * widest if widest > 1 else 3, drafted),
             max_queries=queries,
+            verification="exact" if stages else verification,
             layers=layers,
             stages=stages,
             share=share,

@@ -72,6 +72,9 @@ class Forwards(Side):
     def _run(self, todo: Forward) -> list[Tensor]:
         given = self._inputs(todo)
         ids = self._ids_of(todo, given)
+        if self._turns(todo) > 1:
+            turns = [ids, *(self._ids_of(todo, given) for _ in range(1, todo.queries))]
+            ids = {layer: torch.stack([turn[layer] for turn in turns]) for layer in ids}
         self._offer(ids)
         layers = LAYERS if todo.stop is None else todo.stop
         outs = []
@@ -146,11 +149,33 @@ class Forwards(Side):
 
     def _offer(self, ids: Mapping[int, Tensor]) -> None:
         for layer in SPARSE:
-            given = {layer: ids[layer].flatten(0, 1).to(self.on.device)} if layer in ids else {}
+            given = {}
+            if layer in ids:
+                chosen = ids[layer].flatten(-3, -2).to(self.on.device)
+                given[layer] = list(chosen) if chosen.dim() == 3 else chosen
             algorithm = self.coordinator.layers[layer].algorithm
             offered = getattr(algorithm, "algorithm", algorithm).next_ids  # behind stages
             offered.pop(layer, None)
             offered.update(given)
+
+    def _turns(self, todo: Forward) -> int:
+        """How often each layer selects in a forward: once, or for each query of a row."""
+        exact = self.coordinator.config.verification == "exact"
+        return todo.queries if exact else 1
+
+    def _masks(
+        self, todo: Forward, layer: int, row: int, slot: int, ids: dict[int, Tensor]
+    ) -> Tensor:
+        """Mask of what the queries of a row attend, bool ``[1 or queries, H, length]``."""
+        length, asking = self._length(todo, row), max(todo.counts[row], 1)
+        if self._turns(todo) == 1 or layer not in self.groups:
+            return self._select(layer, row, slot, ids, length, asking)
+        mask = torch.zeros(asking, HEADS, length, dtype=torch.bool)
+        for query in range(asking):
+            own = {layer: ids[layer][query]}
+            end = length - (asking - 1 - query)
+            mask[query, :, :end] = self._select(layer, row, slot, own, end)[0]
+        return mask
 
     def _select(
         self,
@@ -198,7 +223,7 @@ class Forwards(Side):
                 if slot < 0:
                     continue
                 length = self._length(todo, row)
-                mask = self._select(layer, row, slot, ids, length, asking)
+                mask = self._masks(todo, layer, row, slot, ids)
                 own_place = torch.arange(length - asking, length)[:, None, None]
                 mask = mask & (torch.arange(length) <= own_place)
                 rows = slice(own.start, own.start + asking)
@@ -213,11 +238,10 @@ class Forwards(Side):
                 self._close_to_truth(layer, slot, out, given, own, own, mask)
 
         for layer in self.groups:  # sharing layers were planned with it, called or not
-            if self._source(layer) < len(outs) <= layer:
+            if self._source(layer) < len(outs) <= layer and self._turns(todo) == 1:
                 for row, slot in enumerate(todo.rows):
                     if slot >= 0:
-                        length, asking = self._length(todo, row), max(todo.counts[row], 1)
-                        self._select(layer, row, slot, ids, length, asking)
+                        self._masks(todo, layer, row, slot, ids)
 
     def _source(self, layer: int) -> int:
         """The layer that selects for a sparse layer."""

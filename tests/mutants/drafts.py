@@ -8,12 +8,14 @@ from textwrap import dedent
 from typing import Any
 
 from tests.machines.scenarios import drafts_are_appended_and_rejected
-from tests.mutants.lifecycle import LifecycleMutant, scenario
+from tests.mutants.lifecycle import LifecycleMutant, Run, scenario
 from topkv.decode.lanes import LaneBuffers
+from topkv.decode.layers import LayerPath
 from topkv.kv.step import StepUploader
 from topkv.requests.requests import Requests
 
 DRAFTS = scenario(drafts_are_appended_and_rejected, queries=3, page=4)
+EXACT = scenario(drafts_are_appended_and_rejected, queries=3, page=4, verification="exact")
 
 
 def changed(method: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
@@ -26,14 +28,16 @@ def changed(method: Callable[..., Any], old: str, new: str) -> Callable[..., Any
     return found
 
 
-def _mutant(name: str, owner: type, method: str, old: str, new: str) -> LifecycleMutant:
-    return LifecycleMutant(name, owner, method, changed(getattr(owner, method), old, new), DRAFTS)
+def _mutant(
+    name: str, owner: type, method: str, old: str, new: str, run: Run = DRAFTS
+) -> LifecycleMutant:
+    return LifecycleMutant(name, owner, method, changed(getattr(owner, method), old, new), run)
 
 
 MUTANTS = [
     _mutant(
         "units that new tokens are in can be selected too",
-        *(StepUploader, "upload", "lengths - np.maximum(appended, 1, out=values[6])"),
+        *(StepUploader, "_fill", "lengths - np.maximum(appended, 1, out=values[6])"),
         "lengths - np.maximum(appended, 1, out=values[6]).clip(max=1)",
     ),
     _mutant(
@@ -51,6 +55,22 @@ MUTANTS = [
     ),
     _mutant(
         "queries that are padding are answered",
-        *(LaneBuffers, "_narrow", "self.uploader.queries if queries > 1 else None", "None"),
+        *(LaneBuffers, "_narrow", "self.rows.queries if queries > 1 else None", "None"),
+    ),
+    _mutant(
+        "a query that selects for itself sees the tokens behind it",
+        *(StepUploader, "upload", "counted[0] - (last - query)", "counted[0]", EXACT),
+    ),
+    _mutant(
+        "a query that a row lacks selects for it",
+        *(StepUploader, "upload", "there = last >= query", "there = last >= 0", EXACT),
+    ),
+    _mutant(
+        "all queries of a row select as the first",
+        *(LayerPath, "turns", "[(path, slice", "[(self.singles[0], slice", EXACT),
+    ),
+    _mutant(
+        "a query has the rows of its request's first",
+        *(LayerPath, "turns", "slice(query, rows, queries)", "slice(0, rows, queries)", EXACT),
     ),
 ]

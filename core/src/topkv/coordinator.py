@@ -189,9 +189,11 @@ class SparseCoordinator(BetweenForwards):
             out = q.new_empty((*q.shape[:-1], self.model.out_dim))
         rows = forward.decoded
         if rows:
-            own = None if index is None else index.rows(slice(0, rows))
-            selection = self._select(path, q[:rows], k[:rows], v[:rows], own)
-            self._attend(path, selection, q[:rows], out[:rows], sinks)
+            new_k, new_v = self._append(path, k[:rows], v[:rows])
+            for turn, at in path.turns(forward):
+                own = None if index is None else index.rows(at)
+                selection = self._select(turn, q[at], new_k[at], new_v[at], own)
+                self._attend(turn, selection, q[at], out[at], sinks)
         for chunk in forward.chunks:
             if chunk.tokens:
                 at = chunk.rows
@@ -201,21 +203,26 @@ class SparseCoordinator(BetweenForwards):
         return out
 
     @staticmethod
-    def _select(
-        path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None
-    ) -> Selection | None:
-        """Append the new tokens; return the units that they attend to, loaded. None for all."""
+    def _append(path: LayerPath, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new tokens; return them as host memory rounds them."""
         lanes = path.lanes
         rows = (-1, lanes.queries)
         k, v = path.host.round(k, v, lanes.packed)
         stored_k, stored_v = path.format.pack(k, v, lanes.packed)
         path.transfer.append(path.view, stored_k.unflatten(0, rows), stored_v.unflatten(0, rows))
+        return k, v
+
+    @staticmethod
+    def _select(
+        path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None
+    ) -> Selection | None:
+        """Return the units that the new tokens attend to, loaded. None for all."""
         if not path.selector:
             return None
         selection = path.selector.select(q, k, v, index)
         plan = path.loads.plan(selection)
         path.loads.load(plan)
-        path.backend.adapt_page_table(path.view, plan, lanes.tables)
+        path.backend.adapt_page_table(path.view, plan, path.lanes.tables)
         return selection
 
     @staticmethod

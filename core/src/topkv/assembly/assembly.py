@@ -6,14 +6,14 @@ Everything that is decided per layer is decided here, so that the decode path de
 from __future__ import annotations
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from topkv.assembly.stages import make_stages
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.config.stages import Named
 from topkv.decode.lanes import LaneBuffers
 from topkv.decode.layers import LayerPath
-from topkv.decode.loads import bind_loads
+from topkv.decode.loads import Loads, bind_loads
 from topkv.decode.selectors import Own, Selector
 from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError, undone_by
 from topkv.hooks.algorithm import Algorithm, AlgorithmSetup, AlgorithmSpec
@@ -69,9 +69,9 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
         keeper = registry.create("keeper", config.pages.name, asked)
     algorithms = [_make_algorithm(registry, config, group) for group in config.groups]
     sizes = device, config.max_requests, model.group_size
-    queries = config.max_queries
     setups = [
-        BackendSetup(model, group.shape, *sizes, group.options, queries) for group in config.groups
+        BackendSetup(model, group.shape, *sizes, group.options, group.queries)
+        for group in config.groups
     ]
     backends = [registry.create("backend", config.backend, setup, impl) for setup in setups]
     reasons = []
@@ -101,7 +101,7 @@ def _make_algorithm(
         return made
 
     stages = make_stages(registry, config, group)
-    sizes = topk, config.max_queries
+    sizes = topk, group.queries
     setup = AlgorithmSetup(config.model, stages.group, group.params, config.device, *sizes)
     return stages.behind(registry.create("algorithm", group.algorithm, setup, config.impl))
 
@@ -174,11 +174,15 @@ class Tensors:
             max_batch=config.max_requests,
             shape=(config.max_requests, config.max_request_tokens // config.page_tokens),
             device=device,
+            single=max(config.max_queries if group.singly else 0 for group in config.groups),
         )
-        self.lanes = [
-            LaneBuffers(config, index, self.uploader, device)
-            for index in range(len(config.groups))
-        ]
+        self.lanes = []
+        for index, group in enumerate(config.groups):
+            lanes = LaneBuffers(config, index, self.uploader.rows, config.max_queries, device)
+            if group.singly:
+                singles = self.uploader.singles
+                lanes.singles = [LaneBuffers(config, index, rows, 1, device) for rows in singles]
+            self.lanes.append(lanes)
         self.views: dict[int, tuple[LayerView, Selector | None]] = {}
         for index, algorithm in enumerate(plugins.algorithms):
             for view, selecting in self.manager.layer_views(index, self.uploader.step):
@@ -224,19 +228,28 @@ def connect(
         transfers.append(engine)
         for view in views:
             k_slots, v_slots = store.slot_views(view.index)
-            paths.append(
-                LayerPath(
-                    view=view,
-                    algorithm=plugins.algorithms[index],
-                    transfer=engine,
-                    backend=plugins.backends[index],
-                    lanes=tensors.lanes[index],
-                    format=config.format,
-                    host=store.host,
-                    selector=tensors.views[view.layer][1],
-                    k_slots=k_slots,
-                    v_slots=v_slots,
-                )
+            path = LayerPath(
+                view=view,
+                algorithm=plugins.algorithms[index],
+                transfer=engine,
+                backend=plugins.backends[index],
+                lanes=tensors.lanes[index],
+                format=config.format,
+                host=store.host,
+                selector=tensors.views[view.layer][1],
+                k_slots=k_slots,
+                v_slots=v_slots,
             )
+            path.singles = [_single(path, lanes) for lanes in path.lanes.singles]
+            paths.append(path)
         bind_loads(config, paths[-len(views) :])
     return transfers, sorted(paths, key=lambda path: path.view.layer)
+
+
+def _single(path: LayerPath, lanes: LaneBuffers) -> LayerPath:
+    """Return the path of one query of each row. It loads in its layer's turn: what is loaded ahead
+    for one query might evict what another has still to attend to."""
+    view, selector = evolve(path.view, step=lanes.step), path.selector
+    single = evolve(path, view=view, lanes=lanes, selector=selector and selector.seen_by(lanes))
+    single.loads = Loads(single)
+    return single

@@ -125,9 +125,7 @@ def make_stages(registry: PluginRegistry, config: LoweredConfig, group: LoweredG
     made = Stages(group.shape, config.device)
     # From the last to the first: what one is given, the one before it leaves.
     for number, asked in reversed(list(enumerate(group.stages))):
-        setup = StageSetup(
-            config.model, made.group, asked.params, config.device, config.max_queries
-        )
+        setup = StageSetup(config.model, made.group, asked.params, config.device, group.queries)
         stage = registry.create("stage", asked.name, setup, config.impl)
         if asked.regrains or any(has_hook(stage, hook) for hook in ASKED):
             made.put_first(stage, number, group.selected_as if asked.regrains else None)
@@ -205,7 +203,7 @@ class Staged:
                 "the algorithm selects for the rows of a prompt too (retrieve_prompt), and stages "
                 "refine the selections of decode steps alone; leave stages out"
             )
-        self._views: dict[int, list[LayerView]] = {}
+        self._views: dict[tuple[int, int], list[LayerView]] = {}
         for hook in ("settle", "truncated", "retrieve_prompt"):
             self._hand_on(hook, [-1])
         everybody = range(-1, len(links))
@@ -281,11 +279,12 @@ class Staged:
 
     def _seen(self, layer: LayerView) -> list[LayerView]:
         """Return the views of a layer for each stage, and for the algorithm; made once."""
-        found = self._views.get(layer.layer)
+        key = (layer.layer, id(layer.step))
+        found = self._views.get(key)
         if found is None or found[-1].step is not layer.step:
             pools = {spec.name: layer.pools[spec.name] for spec in self._spec.representations}
             own = evolve(layer, group=self.group, pools=pools)
-            found = self._views[layer.layer] = [*(link.view(layer) for link in self.links), own]
+            found = self._views[key] = [*(link.view(layer) for link in self.links), own]
         return found
 
 

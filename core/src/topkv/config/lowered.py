@@ -37,6 +37,9 @@ class LoweredGroup:
         selecting: layers that select for themselves; the others share what was selected in the
             layer before them. None of a dense group.
         host: form of its entries in host memory.
+        queries: most queries of a row that its plugins are given at once: all, or one where each
+            query selects for itself.
+        singly: True if rows have more than that.
     """
 
     shape: GroupShape
@@ -50,6 +53,8 @@ class LoweredGroup:
     stages: tuple[StageSettings, ...] = ()
     selecting: tuple[int, ...] = ()
     host: HostFormat = PLAIN
+    queries: int = 1
+    singly: bool = False
 
     @property
     def regrained(self) -> bool:

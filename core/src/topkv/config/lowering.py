@@ -13,7 +13,7 @@ from attrs import evolve
 from topkv.checks import clean
 from topkv.config.layers import show_ranges
 from topkv.config.lowered import LoweredConfig, LoweredGroup
-from topkv.config.negotiation import LayerPlan, all_refusals
+from topkv.config.negotiation import LayerPlan, all_refusals, queries_at_once
 from topkv.config.plans import Plans, plan_layers
 from topkv.config.settings import CHECKS, DEFAULTS, SHARED, SparseConfig
 from topkv.config.sizes import (
@@ -169,6 +169,8 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
         if plan.selects != plan.unit:
             selected_as = _in_tokens(shape, plan.chosen(lowered.max_request_tokens))
         indexed = known.plugin("algorithm", plan.algorithm).capabilities.needs_index
+        most = known.plugin("backend", lowered.backend).capabilities.queries
+        queries = queries_at_once(plan, most, lowered)
         group = LoweredGroup(
             shape=shape,
             algorithm=plan.algorithm,
@@ -181,6 +183,8 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
             stages=plan.stages,
             selecting=_selecting(model, layers, plan, indexed),
             host=host,
+            queries=queries,
+            singly=queries < lowered.max_queries,
         )
         groups.append(group)
         where = f"(layers {show_ranges(layers)}"

@@ -124,9 +124,7 @@ def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> 
     most, got = caps.max_group, model.group_size
     if most is not None and got > most:
         yield f"takes at most {most} query heads for each kv-head, got {got}"
-    most, got = caps.queries, config.max_queries
-    if entry.kind in QUERIED and most is not None and got > most:
-        yield f"takes at most {most} queries a row, got max_queries {got}: lower it"
+    yield from _query_reasons(entry, config)
     if caps.needs_index and model.indexer is None:
         yield "selects by the model's own indexer, and this model has none"
     if entry.kind != "backend":
@@ -145,6 +143,29 @@ def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> 
         yield f"reads rows of kv_format {read}, got {shown(config.kv_format)}"
     if plan.residency == "streamed" and config.device.type == "cuda" and not caps.host_memory:
         yield "cannot read mapped host memory, so no layer can be streamed: make it resident"
+
+
+def queries_at_once(plan: LayerPlan, most: int | None, config: LoweredConfig) -> int:
+    """Return how many queries of a row the plugins of a layer are given at once.
+
+    Args:
+        plan: plan of the layer.
+        most: those that its backend takes; None for any number.
+        config: the settings that hold for all layers.
+    """
+    queries = config.max_queries
+    if config.verification == "joint" or (not plan.sparse and (most is None or most >= queries)):
+        return queries
+    return 1
+
+
+def _query_reasons(entry: PluginEntry, config: LoweredConfig) -> Iterator[str]:
+    """Yield the reason of a plugin against the queries that it would be given at once."""
+    most, got = entry.capabilities.queries, config.max_queries
+    singly = config.verification == "exact" and entry.kind != "transfer"
+    if entry.kind in QUERIED and not singly and most is not None and got > most:
+        change = "lower it" if entry.kind == "transfer" else "set verification to 'exact'"
+        yield f"takes at most {most} queries a row at once, got max_queries {got}: {change}"
 
 
 def _unless_in(

@@ -127,7 +127,12 @@ class Settings(Generic[Unset, Size]):
 
     max_queries: int | Unset = setting(checks.count, 1)
     """most tokens that a decode row appends in a step, each with a query of its own: drafted
-    tokens and the one before them. The plugins have to take as many."""
+    tokens and the one before them."""
+
+    verification: str | Unset = setting(one_of(("joint", "exact")), "joint")
+    """how the queries of such a row select: ``"joint"``, one selection for all of them, in one
+    pass, which plugins have to take; or ``"exact"``, each for itself and in turn, as it would
+    without drafts, with any plugin."""
 
     max_tokens: int | Unset = setting(checks.count, 32768)
     """tokens of all requests together; by default the positions of the model if it states them."""

@@ -32,6 +32,8 @@ class LayerPath:
         selector: gives its selection; None in a dense layer.
         loads: plans and loads the units of its selection; of no use in a dense layer.
         k_slots, v_slots: ``[slots, heads_per_lane, unit, D]`` views that the page table indexes.
+        singles: the same path for query 0, 1, .. of each row alone, with lanes and step tensors
+            of its own; none where all queries of a row are served at once.
     """
 
     view: LayerView
@@ -44,7 +46,17 @@ class LayerPath:
     selector: Selector | None
     k_slots: Tensor
     v_slots: Tensor
+    singles: list[LayerPath] = field(factory=list)
     loads: Loads = field(init=False)
+
+    def turns(self, forward: Forward) -> list[tuple[LayerPath, slice]]:
+        """Paths that the decode rows of a forward take, one after the other, and the rows of the
+        packed batch that each has."""
+        rows, queries = forward.decoded, forward.queries
+        if queries == 1 or not self.singles:
+            return [(self, slice(0, rows))]
+        paths = enumerate(self.singles[:queries])
+        return [(path, slice(query, rows, queries)) for query, path in paths]
 
 
 @frozen

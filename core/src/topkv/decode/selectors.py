@@ -7,7 +7,10 @@ keeps the last query of each, by which the buffer is warmed when the prompt turn
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from topkv.config import LoweredConfig
@@ -33,6 +36,12 @@ class Selector:
 
     def __init__(self, view: LayerView, lanes: LaneBuffers, selects_prompts: bool) -> None:
         self.view, self.lanes, self.selects_prompts = view, lanes, selects_prompts
+
+    def seen_by(self, lanes: LaneBuffers) -> Selector:
+        """Return this selector for other buffers and step tensors; both keep the same tensors."""
+        other = copy(self)
+        other.lanes, other.view = lanes, evolve(self.view, step=lanes.step)
+        return other
 
     def check_index(self, index: Index | None) -> None:
         """Refuse an index where the layer has none, or the lack of one. Hot."""

@@ -24,7 +24,9 @@ A row may verify several drafted tokens at once: it appends up to Q of them, and
 each (``StepTensors.appended``). An algorithm states the largest Q that it takes
 (``Capabilities.queries``) and gets the largest that will come (``max_queries`` of the setup). All
 queries of a row share one selection a lane, made as if they were further query heads of the lane;
-tokens that are rejected are rolled back, see ``truncated``.
+tokens that are rejected are rolled back, see ``truncated``. Where the setting ``verification`` is
+``exact``, ``update``, ``retrieve_topk`` and ``correct`` are called for one query of each row after
+the other: Q is 1 then, that token is the newest, and later ones stand in the ring behind it.
 
 Pages are shared by forks, and by requests with equal first tokens where ``AlgorithmSpec.prefix``
 allows it.

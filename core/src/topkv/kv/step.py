@@ -53,6 +53,34 @@ class Staging:
             self._copied[self._at // _WAITS].record(torch.cuda.current_stream(target.device))
 
 
+class StepRows:
+    """Step tensors of some queries of the decode rows: of all, or of one each.
+
+    Args:
+        packed: int32 ``[fields, max_batch]`` block of an upload.
+        page_table: ``[max_requests, max_pages]``, the same for all blocks.
+
+    Attributes:
+        step: the step tensors, narrowed to the rows of the forward.
+        table_rows: int32 ``[B]`` row of the page table of each row; 0 of padded ones.
+        queries: int32 ``[B]`` queries of each row, see ``topkv.types.Tables``.
+        limits: int32 ``[B]`` of each group: how many units of a row can be selected.
+    """
+
+    def __init__(self, packed: Tensor, page_table: Tensor) -> None:
+        self._packed = packed
+        slots, lengths, high, resident, appended, self.table_rows, self.queries = packed[:_FIELDS]
+        self.step = StepTensors(slots, lengths, high, appended, resident, page_table)
+        self.limits: list[Tensor] = list(packed[_FIELDS:])
+
+    def narrow(self, batch: int) -> None:
+        """Narrow to the B rows of a forward."""
+        step, packed = self.step, self._packed[:, :batch]
+        step.slots, step.lengths, step.high, step.resident, step.appended = packed[:5]
+        self.table_rows, self.queries = packed[5:_FIELDS]
+        self.limits = list(packed[_FIELDS:])
+
+
 class StepUploader:
     """Uploads one packed int32 block per forward, and page-table rows when they change.
 
@@ -61,12 +89,12 @@ class StepUploader:
         max_batch: most decode rows of a forward.
         shape: of the page table, ``[max_requests, max_pages]``.
         device: where the tensors are.
+        single: queries of a row that are also served one by one, 0 where none are.
 
     Attributes:
-        step: the step tensors, narrowed to the rows of the forward.
-        table_rows: int32 ``[B]`` row of the page table of each row; 0 of padded ones.
-        queries: int32 ``[B]`` queries of each row, see ``topkv.types.Tables``.
-        limits: int32 ``[B]`` of each group: how many units of a row can be selected.
+        rows: step tensors of all queries of each row.
+        singles: of query 0, 1, .. of each row, in a forward of several: as if it alone were
+            there, with the tokens before it. A row that has no such query is padded.
         staging: what uploads are written to, on the host.
     """
 
@@ -76,21 +104,24 @@ class StepUploader:
         max_batch: int,
         shape: tuple[int, int],
         device: torch.device,
+        single: int = 0,
     ) -> None:
         self.device = device
         self._limits = limits
-        packed = (_FIELDS + len(limits), max_batch)
+        packed = (1 + single, _FIELDS + len(limits), max_batch)
         self._packed = torch.zeros(packed, dtype=torch.int32, device=device)
-        self._packed[0] = -1
+        self._packed[:, 0] = -1
         self.staging = self._steps, self._pages = (
             Staging(packed, device),
             Staging(shape[1:], device),
         )
         table = torch.zeros(shape, dtype=torch.int32, device=device)
-        fields = self._packed[:_FIELDS]
-        slots, lengths, high, resident, appended, self.table_rows, self.queries = fields
-        self.step = StepTensors(slots, lengths, high, appended, resident, table)
-        self.limits: list[Tensor] = list(self._packed[_FIELDS:])
+        self.rows, *self.singles = (StepRows(block, table) for block in self._packed)
+
+    @property
+    def step(self) -> StepTensors:
+        """Step tensors of all queries."""
+        return self.rows.step
 
     def upload_pages(self, table: np.ndarray, slots: Iterable[int]) -> None:
         """Upload rows of the host's page table, int32 ``[R, max_pages]``."""
@@ -108,7 +139,30 @@ class StepUploader:
             counted: int32 ``[3, B]`` lengths, high and resident, see there too.
             queries: Q, the most of a row in this forward.
         """
-        batch, block = len(slots), self._steps.next()
+        blocks = self._steps.next()
+        self._fill(blocks[0], slots, counted, appended, queries)
+        if queries > 1 and self.singles:
+            last = np.maximum(appended, 1) - 1
+            for query, block in enumerate(blocks[1 : 1 + queries]):
+                there = last >= query
+                alone = np.stack([counted[0] - (last - query), *counted[1:]]) * there
+                own = np.where(there, slots, -1)
+                self._fill(block, own, alone, (appended > query).astype(np.int32), 1)
+        self._steps.copy_to(self._packed)
+        if len(slots) != self.step.batch:
+            for rows in (self.rows, *self.singles):
+                rows.narrow(len(slots))
+
+    def _fill(
+        self,
+        block: np.ndarray,
+        slots: np.ndarray,
+        counted: np.ndarray,
+        appended: np.ndarray,
+        queries: int,
+    ) -> None:
+        """Write one block of an upload."""
+        batch = len(slots)
         block[0, batch:], block[1:, batch:] = -1, 0
         values = block[:, :batch]
         values[0], values[1:4], values[4] = slots, counted, appended
@@ -117,9 +171,3 @@ class StepUploader:
         behind = np.maximum(lengths - np.maximum(appended, 1, out=values[6]), 0)
         for row, (unit, selectable) in enumerate(self._limits, start=_FIELDS):
             values[row] = lengths if selectable and queries == 1 else behind // unit
-        self._steps.copy_to(self._packed)
-        if batch != self.step.batch:
-            step, packed = self.step, self._packed[:, :batch]
-            step.slots, step.lengths, step.high, step.resident, step.appended = packed[:5]
-            self.table_rows, self.queries = packed[5:_FIELDS]
-            self.limits = list(packed[_FIELDS:])

@@ -27,6 +27,7 @@ from topkv_testing.models.storage_doubles import SHELF
 
 class Scripted(KeepsUnits):
     """Selects the ids that a test puts into ``next_ids``, whatever they are, else nothing.
+    A list has those of each call.
 
     Its representation is the sum of each unit's keys, so that a test can check whether the
     representation of a unit is that of the keys which are there now. ``turns`` counts the
@@ -35,7 +36,7 @@ class Scripted(KeepsUnits):
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.model, self.group, self.params = setup.model, setup.group, setup.params
-        self.next_ids: dict[int, Tensor] = {}
+        self.next_ids: dict[int, Tensor | list[Tensor]] = {}
 
     def representations(self) -> list[RepresentationSpec]:
         shape = (self.model.num_kv_heads, self.model.head_dim)
@@ -63,7 +64,7 @@ class Scripted(KeepsUnits):
         if chosen is None:
             out.ids.fill_(-1)
         else:
-            out.ids.copy_(chosen)
+            out.ids.copy_(chosen.pop(0) if isinstance(chosen, list) else chosen)
         return out
 
 
