@@ -39,6 +39,45 @@ def test_a_graph_replays_the_drift():
 
 
 @pytest.mark.parametrize("fill", ["prompt", "pool"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_of_several_tokens_are_replayed(fill, compiled):
+    """Misses are those of the tokens that a graph verifies, whatever is accepted."""
+    sparse = {"algorithm": "quest", "backend": "triton_attention", "budget": 256, "unit": 16}
+    more = ("topkv-compiled",) if compiled else ("topkv-resident", "topkv")
+    options = runs.Options(
+        model="tiny",
+        config_path=None,
+        contestants=("dense", *more),
+        contexts=(2048,),
+        requests=(2,),
+        fill=fill,
+        drift=0.125,
+        steps=16,
+        warmup=3,
+        profiled=4,
+        kv_limit=None,
+        chunk=512,
+        settings=SparseConfig(**sparse, buffer=512),
+        device=torch.device("cuda", 0),
+        dtype=torch.bfloat16,
+        queries=(1, 4),
+        accepts=(0.0, 0.75),
+    )
+    rows = list(runs.Bench(options).run())
+    assert not [row["reason"] for row in rows if row["status"] != "ok"]
+    for row in rows:
+        queries = row["queries"]
+        assert row["tokens_per_step"] == (1 + 3 * row["accept"] if queries > 1 else 1)
+        if row["contestant"] != "dense":
+            named = "2 rows" if queries == 1 else f"2 rows of {queries} tokens"
+            assert f"{named} recorded in" in row["capture"]
+            assert "not" not in row["capture"]
+        if row["contestant"] in ("topkv", "topkv-compiled"):
+            # 2 requests of 2 sparse layers of 2 lanes of 15 units.
+            assert abs(row["misses_per_step"] - 120 * 0.125 * queries) < 6
+
+
+@pytest.mark.parametrize("fill", ["prompt", "pool"])
 def test_every_contestant_decodes(fill):
     sparse = {"algorithm": "quest", "backend": "triton_attention", "budget": 256, "unit": 16}
     options = runs.Options(

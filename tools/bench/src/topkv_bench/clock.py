@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -53,6 +53,11 @@ class Clock(BaseStreamer):
         """Do nothing at the end of a stream."""
 
     def milliseconds(self) -> dict[str, float]:
-        """Return median, 10th and 90th percentile of the steps."""
-        low, median, high = np.percentile(self.seconds, (10, 50, 90)) * 1e3
-        return {"median": float(median), "p10": float(low), "p90": float(high)}
+        """See ``milliseconds``, of the counted steps."""
+        return milliseconds(self.seconds)
+
+
+def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median, 10th and 90th percentile of steps."""
+    low, median, high = np.percentile(seconds, (10, 50, 90)) * 1e3
+    return {"median": float(median), "p10": float(low), "p90": float(high)}

@@ -25,6 +25,8 @@ MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "tiny")
 CONTESTANTS = ("dense", "offloaded", "topkv-resident", "topkv")
 COMPILED = "topkv-compiled"
 """A further contestant, on a GPU alone."""
+MOST_QUERIES = 8
+"""The most tokens of a row in a step."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -62,6 +64,23 @@ class DriftType(click.ParamType):
         if not 0 <= drift <= 1:
             self.fail(f"expected a share between 0 and 1, a trace, or none, got {value!r}")
         return drift
+
+
+class Shares(click.ParamType):
+    """Parameter type: shares with commas between them, each once."""
+
+    name = "share,share"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            shares = tuple(map(float, value.split(",")))
+        except ValueError:
+            shares = ()
+        if len({*shares}) < max(1, len(shares)) or not all(0 <= share <= 1 for share in shares):
+            self.fail(f"expected shares between 0 and 1 like 0.5,0.75, each once, got {value!r}")
+        return shares
 
 
 class Pair(click.ParamType):
@@ -113,7 +132,22 @@ class Pair(click.ParamType):
     default="0.15",
     show_default=True,
     help="Share of a selection that each step replaces, or a trace of topkv record, whose "
-    "selections are made; none for the algorithm's own.",
+    "selections are made; none for the algorithm's own. A step of several tokens replaces as many "
+    "shares.",
+)
+@click.option(
+    "--queries",
+    type=Numbers(most=MOST_QUERIES),
+    help="Tokens of a row that a step verifies, in a loop of the bench's own; give 1 besides to "
+    "compare. By default one, in the loop of generate.",
+)
+@click.option(
+    "--accept",
+    "accepts",
+    type=Shares(),
+    default="0.5",
+    show_default=True,
+    help="Share of the drafted tokens that steps of --queries accept; the rest is taken back.",
 )
 @click.option("--steps", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--warmup", type=click.IntRange(1), default=8, show_default=True)
@@ -151,7 +185,7 @@ def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given
     with answering() as stdout:
         click.echo("loading torch and making the model ...", err=True)
         from topkv_bench import document, report
-        from topkv_bench.runs import OK
+        from topkv_bench.rows import OK
 
         with quiet_transformers():
             bench = _bench(_options(profiled=4 if profile else 0, **given))
@@ -195,7 +229,7 @@ def _options(
     import torch
 
     from topkv.config import SparseConfig
-    from topkv_bench.runs import Options, settings_of
+    from topkv_bench.options import Options, settings_of
 
     written = SparseConfig.load(settings_file) if settings_file else SparseConfig()
     place = torch.empty(0, device=device_or_default(device)).device  # with its number
@@ -212,6 +246,10 @@ def _options(
 
 def _line(row: dict[str, Any]) -> str:
     where = f"{row['contestant']} {row['context']} x {row['requests']}"
+    if "queries" in row:
+        where += f", {row['queries']} queries"
+    if row.get("accept") is not None:
+        where += f", {row['accept']:g} accepted"
     if "reason" in row:
         return f"{where}: {row['status']}: {row['reason']}"
     return f"{where}: {row['tokens_per_second']:.1f} tokens/s"

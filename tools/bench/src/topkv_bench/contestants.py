@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from topkv import SparseCoordinator, attach
 from topkv.config import SparseConfig, lower
@@ -42,6 +45,8 @@ class Cell:
         pool: True if caches are filled without prompts.
         drift: drift of topkv's selections, or a trace; None for the algorithm's own.
         config: configuration of topkv, without ``ROOM``.
+        queries: tokens of each row that a step verifies; None for one in ``generate``.
+        accepts: shares of drafts that are accepted, measured one after the other.
     """
 
     contestant: str
@@ -51,17 +56,27 @@ class Cell:
     pool: bool
     drift: float | str | None
     config: SparseConfig
+    queries: int | None = None
+    accepts: tuple[float, ...] = ()
 
     @property
     def row(self) -> dict[str, Any]:
         """Fields of a row that are known before it is measured."""
         place = {"context": self.context, "requests": self.requests}
+        if self.queries is not None:
+            place["queries"] = self.queries
         return {"contestant": self.contestant, **place, "status": "ok"}
 
     @property
+    def verified(self) -> int:
+        """Tokens of a row that a step verifies, or makes."""
+        return self.queries or 1
+
+    @property
     def columns(self) -> int:
-        """Tokens that ``generate`` is given; one more than the context behind a filled cache."""
-        return self.context + int(self.pool)
+        """Tokens that ``generate`` is given; one more than the context behind a filled cache, but
+        for the bench's own loop, which brings tokens itself."""
+        return self.context + int(self.pool and self.queries is None)
 
     @property
     def tokens(self) -> int:
@@ -76,11 +91,21 @@ class Cell:
             "max_tokens": self.requests * self.tokens,
             "max_request_tokens": self.tokens,
         }
+        if self.queries is not None and "max_queries" not in self.config.as_dict():
+            room["max_queries"] = self.queries
         if self.contestant == "topkv-resident":
             room |= {"layers": {"0-": "resident"}, "dense_layers": None}
         if self.contestant == "topkv-compiled":
             room |= {"capture": "auto", "compile": True}
         return attrs.evolve(self.config, **room)
+
+
+def _refuse_to_verify(queries: int, reason: str) -> None:
+    what = f"a step that verifies {queries} tokens of a row cannot be measured"
+    raise CapabilityError(what, [f"{reason}; give --queries 1"])
+
+
+FORGETS = "layers that slide over a window or keep a state forget what rejected tokens replaced"
 
 
 class Dynamic:
@@ -96,6 +121,9 @@ class Dynamic:
     def __init__(self, model: PreTrainedModel, cell: Cell) -> None:
         self.model, self.cell = model, cell
         self.offloading = cell.contestant == "offloaded"
+        if self.offloading and cell.verified > 1:
+            reason = "the offloaded cache of Transformers is measured with one token a step alone"
+            _refuse_to_verify(cell.verified, reason)
         if self.offloading and model.device.type != "cuda":
             raise CapabilityError(
                 "there is nothing to offload from",
@@ -105,9 +133,19 @@ class Dynamic:
     def cache(self, filled: bool) -> DynamicCache:
         """Make a new cache, empty or with the context of every request."""
         cache = DynamicCache(config=self.model.config, offloading=self.offloading)
+        if self.cell.verified > 1 and not all(map(_crops, cache.layers)):
+            _refuse_to_verify(self.cell.verified, FORGETS)
         if filled:
             fill_dynamic(cache, self.model, self.cell.requests, self.cell.context)
         return cache
+
+    @contextmanager
+    def verifying(self, cache: DynamicCache) -> Iterator[None]:
+        """Have forwards over a filled cache verify the tokens that they append."""
+        yield
+
+    def advance(self, tokens: int) -> None:
+        """Do nothing: nothing drifts."""
 
     def held(self, cache: DynamicCache) -> dict[str, int]:
         """Return bytes by tier; ``device`` and ``host`` are the sums that are compared."""
@@ -129,17 +167,30 @@ class Dynamic:
         """Do nothing: the model was not changed."""
 
 
+def _crops(layer: Any) -> bool:
+    """Return True for a layer that forgets nothing."""
+    return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+
+
 class Topkv:
     """The attached model, whose selections drift if the cell says so. Arguments as ``Dynamic``."""
 
     def __init__(self, model: PreTrainedModel, cell: Cell) -> None:
         self.model, self.cell = model, cell
         self._stack, self._drift = ExitStack(), None
-        config = cell.sparse_config
+        self._walked: Tensor | None = None
+        config, queries = cell.sparse_config, cell.verified
         try:
             self.handle = self._stack.enter_context(attach(model, config, engine="transformers"))
+            if queries > 1 and any(self.handle.requests.stand_in.stock):
+                _refuse_to_verify(queries, FORGETS)
+            if queries > 1:  # lengths do not grow by what is rejected
+                place = {"dtype": torch.int32, "device": self.coordinator.config.device}
+                self._walked = torch.full((cell.requests,), cell.context, **place)
             if cell.drift is not None:
-                entered = drifting(self.coordinator, cell.drift, cell.context)
+                entered = drifting(
+                    self.coordinator, cell.drift, cell.context, queries, self._walked
+                )
                 self._drift = self._stack.enter_context(entered)
         except BaseException:
             self._stack.close()
@@ -161,6 +212,21 @@ class Topkv:
                 fill_layer(layer, layer.update, self.model, len(cache.slots), self.cell.context)
             cache.state.seen = self.cell.context
         return cache
+
+    @contextmanager
+    def verifying(self, cache: TopkvCache) -> Iterator[None]:
+        """Have forwards over a filled cache verify the tokens that they append, as those are in
+        which ``generate`` verifies drafts."""
+        requests, state = self.handle.requests, cache.state
+        requests.reserve(state, [self.cell.tokens - state.seen] * len(state.slots))
+        with requests.exclusive(), requests.watch.unchanged():
+            state.most = self.cell.verified
+            yield
+
+    def advance(self, tokens: int) -> None:
+        """Let selections drift by as many tokens more, where lengths do not."""
+        if self._walked is not None:
+            self._walked += tokens
 
     def held(self, cache: TopkvCache) -> dict[str, int]:
         report = self.handle.memory()

@@ -13,10 +13,14 @@ import attrs
 import torch
 
 import topkv
-from topkv_bench.runs import Bench, Row, within_limit
+from topkv_bench.rows import Row, within_limit
+from topkv_bench.runs import Bench
 
 if TYPE_CHECKING:
     from topkv_bench.vllm_bench import VllmBench
+
+HEAD = ("contestant", "context", "requests", "queries", "accept")
+"""Fields that name a row."""
 
 SCHEMA = 1
 """Version of the document, which rises when a key changes its meaning or goes."""
@@ -51,6 +55,7 @@ def document(
                 name: getattr(options, name)
                 for name in ("contestants", "contexts", "requests", "fill", "drift", "steps")
             },
+            **{name: getattr(options, name) for name in ("queries", "accepts")},
             **{name: getattr(options, name) for name in ("warmup", "profiled", "chunk", "engine")},
             "engine_args": dict(options.engine_args),
             "settings": options.settings.as_dict(),
@@ -60,7 +65,7 @@ def document(
         and {
             "bytes": limit,
             "rows": [
-                {name: row[name] for name in ("contestant", "context", "requests")}
+                {name: row[name] for name in HEAD if name in row}
                 | {"device_bytes": row["bytes"]["device"]}
                 | {"tokens_per_second": row["tokens_per_second"]}
                 for row in within_limit(list(rows), limit)

@@ -7,6 +7,9 @@ cost stays in; only the ids that it leaves are written over, by one further laun
 The U units that are selectable at the end of the prompt are dealt to the K columns of a selection
 in K neighbouring runs. Each column walks its own run, from a place of its own, and goes on by one
 unit in the steps that its phase says, so that every step moves a share ``drift`` of the columns.
+A step that verifies N tokens moves N such shares: each of its queries asks for as many new units
+as a step of one, no unit is new to two of them, and what rejected tokens have asked for is not
+asked for again. So at a share a token this is the most that a joint selection misses.
 Nothing is drawn and nothing is kept: the unit of a column follows from lane, layer and length,
 which are on the device, and a captured graph replays it. Units of a lane are distinct because
 their runs are, and a unit comes back only when its whole run was walked, so that a buffer gains
@@ -42,14 +45,14 @@ def rate_of(drift: float) -> int:
     return round(drift * SCALE)
 
 
-def effective(drift: float, select: int, units: int) -> float:
-    """Return the share of a full selection that a step replaces.
+def effective(drift: float, select: int, units: int, tokens: int = 1) -> float:
+    """Return the share of a full selection that a step of ``tokens`` tokens replaces.
 
-    Less than ``drift`` where fewer than two units fall to some columns: those cannot move. 0 where
-    all units fit a selection.
+    Less than ``tokens * drift`` where fewer than two units fall to some columns: those cannot
+    move. 0 where all units fit a selection.
     """
     movable = min(1.0, max(0, units - select) / select)
-    return rate_of(drift) / SCALE * movable
+    return tokens * rate_of(drift) / SCALE * movable
 
 
 def mixed(number: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ def write(
     Args:
         ids: int32 ``[N, K]`` selected units, -1 anywhere; written in place.
         slots: int32 ``[B]`` request slots, -1 in padded rows, whose ids are all -1.
-        lengths: int32 ``[B]`` tokens of each request.
+        lengths: int32 ``[B]`` tokens of each request, or how far its columns have walked.
         limit: int32 ``[B]`` selectable units of each request.
         layer: number of the layer; layers walk differently.
         units: U, units that are selected from: ``0 .. U - 1``.
@@ -108,10 +111,14 @@ class DriftingSelector:
         path: path of the layer.
         selector: its selector, which selects for itself.
         over: writes over ids; takes slots, lengths and limits too.
+        walked: see ``drifting``.
     """
 
-    def __init__(self, path: LayerPath, selector: Own, over: Callable[..., None]) -> None:
+    def __init__(
+        self, path: LayerPath, selector: Own, over: Callable[..., None], walked: Tensor | None
+    ) -> None:
         self.selector, self.lanes, self._write = selector, path.lanes, over
+        self._walked = walked
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.selector, name)
@@ -125,8 +132,9 @@ class DriftingSelector:
         return self._over(self.selector.warm())
 
     def _over(self, selection: Selection) -> Selection:
-        lanes = self.lanes
-        self._write(selection.ids, lanes.step.slots, lanes.step.lengths, lanes.limit)
+        lanes, step = self.lanes, self.lanes.step
+        lengths = step.lengths if self._walked is None else self._walked[: len(step.slots)]
+        self._write(selection.ids, step.slots, lengths, lanes.limit)
         return selection
 
 
@@ -136,7 +144,7 @@ class Drift:
 
     Attributes:
         stated: as it was asked for: a share, or the path of a trace.
-        effective: the least over groups, see ``effective``; ``replaced`` of a trace.
+        effective: of a step, the least over groups, see ``effective``; ``replaced`` of a trace.
         layers: number of layers whose selection is written over.
     """
 
@@ -146,7 +154,13 @@ class Drift:
 
 
 @contextmanager
-def drifting(coordinator: SparseCoordinator, drift: float | str, context: int) -> Iterator[Drift]:
+def drifting(
+    coordinator: SparseCoordinator,
+    drift: float | str,
+    context: int,
+    tokens: int = 1,
+    walked: Tensor | None = None,
+) -> Iterator[Drift]:
     """Have every layer that selects for itself leave a drifting selection, until the end.
 
     Layers that share the selection of the one before them share this one. The forced tail is no
@@ -157,6 +171,10 @@ def drifting(coordinator: SparseCoordinator, drift: float | str, context: int) -
         coordinator: between forwards. Graphs captured inside are no longer valid afterwards.
         drift: between 0 and 1, or the path of a trace.
         context: tokens of every prompt; shorter requests keep what was selected.
+        tokens: that a step verifies.
+        walked: int32 ``[max_requests]`` tokens that were verified, those of the prompt among them,
+            where rejected ones make them more than there are; the caller counts them. None where
+            lengths do.
 
     Raises:
         ConfigError: the trace does not serve.
@@ -170,7 +188,7 @@ def drifting(coordinator: SparseCoordinator, drift: float | str, context: int) -
             depth = number / len(layers)
             share, over = _recorded(drift, coordinator, path, depth, select, units)
         else:
-            share = effective(drift, select, units)
+            share = effective(drift, select, units, tokens)
             over = partial(
                 _writer(coordinator, "drift"),
                 layer=path.view.layer,
@@ -181,7 +199,8 @@ def drifting(coordinator: SparseCoordinator, drift: float | str, context: int) -
         overs.append(over)
     replaced = [(path, path.selector) for path in layers]
     for (path, selector), over in zip(replaced, overs, strict=True):
-        path.selector = DriftingSelector(path, selector, over)  # type: ignore[arg-type, assignment]
+        drifts = DriftingSelector(path, selector, over, walked)  # type: ignore[arg-type]
+        path.selector = drifts  # type: ignore[assignment]
     try:
         yield Drift(drift, min(shares, default=0.0), len(replaced))
     finally:

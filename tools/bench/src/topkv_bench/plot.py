@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from topkv_bench.contestants import NAMES
-from topkv_bench.runs import OK
+from topkv_bench.rows import OK
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, int, str]:
+    """Contestant, context, and what else a line is of: queries and acceptance, if any."""
+    more = f", {row['queries']} queries" if "queries" in row else ""
+    if row.get("accept") is not None:
+        more += f", {row['accept']:g} accepted"
+    return row["contestant"], row["context"], more
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Draw a column of two panels for each context, a line for each contestant.
+    """Draw a column of two panels for each context, a line for each contestant, and for
+    each number of queries and acceptance of it.
 
     Args:
         document: see ``topkv_bench.document``.
@@ -20,19 +30,21 @@ def draw(document: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = [row for row in document["rows"] if row["status"] == OK]
+    kinds = sorted({_kind(row)[2] for row in rows})
     contexts = sorted({row["context"] for row in document["rows"]})
     figure = Figure(figsize=(4.8 * len(contexts) + 1.6, 6.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(contexts), squeeze=False, sharex="col", sharey="row")
     for column, context in enumerate(contexts):
         speed, memory = panels[0][column], panels[1][column]
-        for name in NAMES:
-            line = [r for r in rows if (r["contestant"], r["context"]) == (name, context)]
+        for number, (name, more) in enumerate(product(NAMES, kinds)):
+            line = [row for row in rows if _kind(row) == (name, context, more)]
             line.sort(key=lambda row: row["requests"])
             if line:
                 requests = [row["requests"] for row in line]
-                style = {"color": f"C{NAMES.index(name)}", "marker": "o", "markersize": 4}
-                speed.plot(requests, [r["tokens_per_second"] for r in line], label=name, **style)
+                style = {"color": f"C{number}", "marker": "o", "markersize": 4}
+                label = f"{name}{more}"
+                speed.plot(requests, [r["tokens_per_second"] for r in line], label=label, **style)
                 held = [row["bytes"]["device"] / 2**30 for row in line]
                 memory.plot(requests, held, **style)
         if document["kv_limit"]:

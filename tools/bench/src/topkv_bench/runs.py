@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
-import attrs
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from topkv.config import SparseConfig
 from topkv.errors import (
-    ConfigError,
     DeviceMemoryError,
     HostMemoryError,
     OutOfMemory,
@@ -21,10 +17,8 @@ from topkv.errors import (
     is_out_of_memory,
 )
 from topkv_bench import geometry
-from topkv_bench.clock import Clock
+from topkv_bench.clock import Clock, milliseconds
 from topkv_bench.contestants import (
-    NAMES,
-    ROOM,
     Cell,
     Contestant,
     Expected,
@@ -33,91 +27,16 @@ from topkv_bench.contestants import (
     enter,
     expected,
 )
+from topkv_bench.options import Options
 from topkv_bench.phases import Profile
 from topkv_bench.room import Room, weights_of
+from topkv_bench.rows import NO_MEMORY, OVER, REFUSED, Row, link
+from topkv_bench.verify import Verifier, accepted
 from topkv_prediction.probe import rates
 from topkv_transformers.support import refusals
 
-OK, OVER, NO_MEMORY, REFUSED = "ok", "over the limit", "out of memory", "refused"
-"""States of a cell."""
-
 RATES = "bandwidth", "link"
 """Names of the rates of ``topkv_prediction.probe.rates``, in its order."""
-
-Row = dict[str, Any]
-
-
-@attrs.frozen(kw_only=True)
-class Options:
-    """Options of the command.
-
-    Attributes:
-        model, config_path: a named geometry, or the path of a ``config.json``.
-        contestants: some of ``NAMES``.
-        contexts, requests: the grid.
-        fill: ``"prompt"``, or ``"pool"`` for caches that are filled without one.
-        drift: drift of topkv's selections, or a trace; None for the algorithm's own.
-        steps, warmup: decode steps that are counted, and steps before them.
-        profiled: decode steps behind them that are profiled.
-        kv_limit: bytes on the device for keys, values and what topkv keeps beside them.
-        chunk: tokens of a prompt that a forward takes.
-        settings: settings of topkv.
-        device, dtype: device and dtype of model and cache.
-        engine: ``"transformers"`` or ``"vllm"``.
-        engine_args: further arguments of vLLM.
-    """
-
-    model: str | None
-    config_path: Path | None
-    contestants: tuple[str, ...]
-    contexts: tuple[int, ...]
-    requests: tuple[int, ...]
-    fill: str
-    drift: float | str | None
-    steps: int
-    warmup: int
-    profiled: int
-    kv_limit: int | None
-    chunk: int
-    settings: SparseConfig
-    device: torch.device
-    dtype: torch.dtype
-    engine: str = "transformers"
-    engine_args: Mapping[str, Any] = attrs.Factory(dict)
-
-    def cells(self) -> list[Cell]:
-        """Return the grid: contexts, then requests, then contestants."""
-        return [
-            Cell(
-                contestant=name,
-                context=context,
-                requests=requests,
-                new_tokens=1 + self.warmup + self.steps + self.profiled,
-                pool=self.fill == "pool",
-                drift=self.drift,
-                config=self.settings,
-            )
-            for context in self.contexts
-            for requests in self.requests
-            for name in self.contestants
-        ]
-
-
-def settings_of(config: SparseConfig, pairs: Mapping[str, Any]) -> SparseConfig:
-    """Return the settings of a file, with single options over them.
-
-    Raises:
-        ConfigError: some are unknown or wrong, or follow from the grid.
-    """
-    settings = SparseConfig.load({**config.as_dict(), **pairs})
-    reasons = [
-        f"{name} follows from the contexts and requests of the grid; leave it out"
-        for name in ROOM
-        if name in settings.as_dict()
-    ]
-    if reasons:
-        raise ConfigError("the configuration is refused", reasons)
-    return settings
 
 
 def _built(config: PreTrainedConfig, options: Options) -> PreTrainedModel:
@@ -141,19 +60,6 @@ def _rates(device: torch.device) -> dict[str, float] | None:
         if not is_out_of_memory(error):
             raise
         return None
-
-
-def link(moved: Sequence[Any], steps: int) -> Row:
-    """Return hits and bytes of the timed steps, from counts before and after them."""
-    before, after = moved
-    if after is None:
-        return {"hit_rate": None, "link_bytes_per_step": None}
-    hits, misses = after.hits - before.hits, after.misses - before.misses
-    loaded = after.loaded_bytes - before.loaded_bytes
-    return {
-        "hit_rate": hits / (hits + misses) if hits + misses else None,
-        "link_bytes_per_step": loaded / steps,
-    }
 
 
 class Bench:
@@ -219,26 +125,29 @@ class Bench:
         }
 
     def run(self) -> Iterator[Row]:
-        """Yield a row for each cell, as soon as it is done."""
+        """Yield a row for each cell, as soon as it is done; one for each acceptance."""
         for cell, caches, lack in zip(self.cells, self.caches, self.lacks, strict=True):
-            yield self._row(cell, caches, lack)
+            for row in self._rows(cell, caches, lack):
+                yield cell.row | row
 
-    def _row(self, cell: Cell, caches: Expected | None, lack: str | None) -> Row:
-        row: Row = cell.row
+    def _rows(self, cell: Cell, caches: Expected | None, lack: str | None) -> list[Row]:
         if lack is not None:
-            return row | {"status": NO_MEMORY, "reason": lack}
+            return [{"status": NO_MEMORY, "reason": lack}]
+        over = self._over_limit(caches)
+        if over:
+            return [over]
         clear(self.options.device)
         try:
-            row |= self._over_limit(caches) or self._measured(cell)
+            rows = self._measured(cell)
         except TopkvError as error:
             status = NO_MEMORY if isinstance(error, OutOfMemory) else REFUSED
-            row |= {"status": status, "reason": " ".join(str(error).split())}
+            rows = [{"status": status, "reason": " ".join(str(error).split())}]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            row |= {"status": NO_MEMORY, "reason": str(error).partition("\n")[0]}
+            rows = [{"status": NO_MEMORY, "reason": str(error).partition("\n")[0]}]
         clear(self.options.device)  # what an exception held is let go of by now
-        return row
+        return rows
 
     def _over_limit(self, caches: Expected | None) -> Row:
         limit = self.options.kv_limit
@@ -247,14 +156,16 @@ class Bench:
         reason = f"it would hold {caches.device} bytes on the device, and --kv-limit is {limit}"
         return {"status": OVER, "reason": reason}
 
-    def _measured(self, cell: Cell) -> Row:
+    def _measured(self, cell: Cell) -> list[Row]:
         began = perf_counter()
         contestant = enter(self.model, cell)
         try:
-            row = {"attach_seconds": perf_counter() - began}
+            attached = {"attach_seconds": perf_counter() - began}
             if not cell.pool:
                 self._warm_up(contestant, cell)
-            return row | self._generated(contestant, cell) | contestant.facts()
+            measure = self._generated if cell.queries is None else self._verified
+            rows = measure(contestant, cell)
+            return [attached | row | contestant.facts() for row in rows]
         finally:
             contestant.close()
 
@@ -263,12 +174,12 @@ class Bench:
         columns = min(cell.context, 2 * self.options.chunk)
         self._generate(contestant.cache(filled=False), cell.requests, columns, 3, None)
 
-    def _generated(self, contestant: Contestant, cell: Cell) -> Row:
-        options, device = self.options, self.options.device
+    def _generated(self, contestant: Contestant, cell: Cell) -> list[Row]:
+        """Measure one token a step, by one call of ``generate``."""
+        options = self.options
         cache = contestant.cache(filled=cell.pool)
         moved: list[Any] = []
-        coordinator = contestant.coordinator if isinstance(contestant, Topkv) else None
-        profile = Profile(coordinator, device) if options.profiled else None
+        profile = self._profile(contestant)
         held: Row = {}
         last = options.warmup + options.steps
 
@@ -290,17 +201,78 @@ class Bench:
         finally:
             if profile is not None:
                 profile.stop()  # it would stand in the way of the next one
-        step = clock.milliseconds()
+        first = None if cell.pool else clock.first
+        return [self._found(contestant, cell, clock.seconds, first, held, moved, profile)]
+
+    def _verified(self, contestant: Contestant, cell: Cell) -> list[Row]:
+        """Measure steps that verify tokens, of one acceptance after the other."""
+        cache, queries, first = contestant.cache(filled=cell.pool), cell.verified, None
+        if not cell.pool:
+            clock = Clock(0, 0, {})
+            self._generate(cache, cell.requests, cell.columns, 1, clock, close=False)
+            first = clock.first
+        rows = []
+        with contestant.verifying(cache):
+            verifier = Verifier(contestant, cache, self._ids(cell.requests, queries))
+            for accept in cell.accepts:
+                found = self._accepting(verifier, cell, accept, first)
+                rows.append({"accept": accept if queries > 1 else None, **found})
+        if hasattr(cache, "close"):
+            cache.close()
+        return rows
+
+    def _accepting(
+        self, verifier: Verifier, cell: Cell, accept: float, first: float | None
+    ) -> Row:
+        """Measure steps that accept a share of their drafts."""
+        options, contestant, cache = self.options, verifier.contestant, verifier.cache
+        begin, end = options.warmup, options.warmup + options.steps
+        counts = accepted(end + options.profiled, accept, cell.verified)
+        verifier.run(counts[:begin])
+        moved = [contestant.moved(cache)]
+        seconds = verifier.run(counts[begin:end])
+        moved.append(contestant.moved(cache))
+        held, profile = contestant.held(cache), self._profile(contestant)
+        if profile is not None:
+            profile.start()
+            try:
+                verifier.run(counts[end:])
+            finally:
+                profile.stop()
+        kept = 1 + sum(counts[begin:end]) / options.steps
+        return {
+            "tokens_per_step": kept,
+            **self._found(contestant, cell, seconds, first, held, moved, profile, kept),
+        }
+
+    def _profile(self, contestant: Contestant) -> Profile | None:
+        coordinator = contestant.coordinator if isinstance(contestant, Topkv) else None
+        return Profile(coordinator, self.options.device) if self.options.profiled else None
+
+    def _found(
+        self,
+        contestant: Contestant,
+        cell: Cell,
+        seconds: Sequence[float],
+        first: float | None,
+        held: Row,
+        moved: Sequence[Any],
+        profile: Profile | None,
+        kept: float = 1,
+    ) -> Row:
+        """Return the figures of a row, of steps of ``kept`` tokens a request."""
+        options, step = self.options, milliseconds(seconds)
         row: Row = {
             "step_ms": step,
-            "tokens_per_second": 1e3 * cell.requests / step["median"],
-            "first_token_seconds": None if cell.pool else clock.first,
+            "tokens_per_second": 1e3 * cell.requests * kept / step["median"],
+            "first_token_seconds": first,
             "bytes": held,
             "peak_bytes": self._peak(),
-            **link(moved, self.options.steps),
+            **link(moved, options.steps),
         }
         captured = isinstance(contestant, Topkv) and not contestant.handle.config.compile
-        if captured and self.rates is not None:  # the model of a step knows no compiled layers
+        # The model of a step knows neither compiled layers nor several tokens.
+        if captured and cell.verified == 1 and self.rates is not None:
             row["predicted_step_ms"] = self._predicted(contestant, cell, row["hit_rate"])
         if profile is not None:
             row["profile"] = profile.result(options.profiled)
@@ -321,10 +293,15 @@ class Bench:
         return torch.cuda.max_memory_allocated(self.options.device) - self.weights_bytes
 
     def _generate(
-        self, cache: Any, requests: int, columns: int, new_tokens: int, clock: Clock | None
+        self,
+        cache: Any,
+        requests: int,
+        columns: int,
+        new_tokens: int,
+        clock: Clock | None,
+        close: bool = True,
     ) -> None:
-        ids = torch.randint(self.model.config.vocab_size, (requests, columns))
-        ids = ids.to(self.options.device)
+        ids = self._ids(requests, columns)
         if clock is not None:
             clock.start()
         self.model.generate(
@@ -337,18 +314,10 @@ class Bench:
             # Some versions of Transformers read the tokens of a filled cache again, in chunks.
             prefill_chunk_size=None if cache.get_seq_length() else self.options.chunk,
         )
-        if hasattr(cache, "close"):
+        if close and hasattr(cache, "close"):
             cache.close()
 
-
-def within_limit(rows: list[Row], limit: int) -> list[Row]:
-    """Return for each contestant and context the row of most requests whose device bytes stay
-    within a limit; those without such a row are left out."""
-    best: dict[tuple[str, int], Row] = {}
-    for row in rows:
-        key = row["contestant"], row["context"]
-        held = best.get(key)
-        fits = row["status"] == OK and row["bytes"]["device"] <= limit
-        if fits and (held is None or row["requests"] > held["requests"]):
-            best[key] = row
-    return [best[key] for key in sorted(best, key=lambda key: (key[1], NAMES.index(key[0])))]
+    def _ids(self, requests: int, columns: int) -> torch.Tensor:
+        """Draw tokens."""
+        ids = torch.randint(self.model.config.vocab_size, (requests, columns))
+        return ids.to(self.options.device)

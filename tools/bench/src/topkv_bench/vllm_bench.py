@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from topkv.errors import ConfigError
 from topkv_bench import geometry
 from topkv_bench.contestants import Cell
-from topkv_bench.runs import REFUSED, Options, Row
+from topkv_bench.options import Options
+from topkv_bench.rows import REFUSED, Row
 
 SERVED = ("dense", "topkv-resident", "topkv")
 """Contestants through vLLM: stock vLLM, and topkv."""
@@ -34,6 +35,7 @@ def refused_options(options: Options) -> list[str]:
             name.endswith("parallel_size") and size != 1
             for name, size in options.engine_args.items()
         ),
+        "--queries: topkv-vllm verifies no drafts": options.queries is not None,
         "--profile: phases are those of the engine transformers": options.profiled > 0,
     }
     try:

@@ -33,7 +33,7 @@ from topkv.errors import ConfigError, OutOfMemory, TopkvError, is_out_of_memory
 from topkv_bench.clock import Clock
 from topkv_bench.document import jsonable
 from topkv_bench.drift import drifting
-from topkv_bench.runs import NO_MEMORY, OVER, REFUSED, link
+from topkv_bench.rows import NO_MEMORY, OVER, REFUSED, link
 from topkv_vllm import engine_args
 from topkv_vllm.geometry import shape_of_config
 from topkv_vllm.refusals import check
