@@ -287,6 +287,35 @@ def test_what_fits_is_counted_and_what_decodes_then(machine):
     assert "GiB on the GPU hold" not in str(predict(step, 2**17, 6))
 
 
+def test_steps_of_several_tokens_cost_what_they_load_and_their_own_units(machine):
+    step = StepModel.of(lowered(LLAMA, max_requests=1, max_tokens=2**17), machine, 6.0)
+    one, four = (predict(step, 2**17, 4, 0.7, 2**35, queries=n, accept=0.5) for n in (1, 4))
+    assert (one.tokens, four.tokens) == (1, 2.5)
+    assert four.topkv.link == one.topkv.link  # both miss 30 % of a selection
+    assert four.topkv.fixed == one.topkv.fixed
+    assert four.resident == one.resident
+    unit = 4 * 30 * 16 * 2 * 8 * 128 * 2  # 3 further tokens of 4 requests reach a unit more
+    added = bytes_ms(unit, machine.memory)
+    assert four.topkv.device - one.topkv.device == pytest.approx(added)
+    full = 1e3 * four.fits_topkv * 2.5 / step.topkv(2**17, four.fits_topkv, 0.7, 4).ms
+    assert four.topkv_full == pytest.approx(full)
+    assert four.resident_full == pytest.approx(2.5 * one.resident_full)
+    rates = [1e3 * 4 * 2.5 / time.ms for time in (four.topkv, four.resident)]
+    said = "captured steps of 4 tokens of each, of which 2.5 stay:"
+    assert said in str(four)
+    assert f"that is {rates[0]:.0f} tokens/s through topkv, and {rates[1]:.0f} without" in str(
+        four
+    )
+    assert "stay" not in str(one)
+    assert "that is" not in str(one)
+
+
+def test_hits_that_are_assumed_of_several_tokens_are_fewer(machine):
+    step = StepModel.of(lowered(LLAMA, max_requests=1, max_tokens=2**17), machine)
+    rates = [predict(step, 2**17, 1, queries=queries).hit_rate for queries in (1, 2, 4, 8)]
+    assert rates == pytest.approx([0.85, 0.7, 0.4, 0.0])
+
+
 def test_close_times_are_called_close(machine):
     step = StepModel.of(
         lowered(LLAMA, max_requests=1, max_tokens=2**17), machine, machine.model_ms(WEIGHTS, 32)
@@ -325,6 +354,10 @@ def test_all_that_cannot_be_asked_is_refused_at_once(machine):
     )
     with pytest.raises(ConfigError, match="hit_rate must be from 0 to 1, got nan"):
         predict(step, 1, 1, float("nan"))
+    with pytest.raises(
+        ConfigError, match=r"queries must be .* got 0\n.*accept must be from 0 to 1"
+    ):
+        predict(step, 1, 1, queries=0, accept=2)
     with pytest.raises(ConfigError, match="tokens, got True"):
         predict(step, True, 1)
 

@@ -12,7 +12,7 @@ from topkv import SparseCoordinator
 from topkv.errors import OutOfMemory, is_out_of_memory
 from topkv_prediction.machine import Machine
 from topkv_prediction.probe import rates
-from topkv_prediction.report import HIT_RATE, Prediction, check, predict
+from topkv_prediction.report import ACCEPT, Prediction, check, predict
 from topkv_prediction.step import StepModel
 
 logger = logging.getLogger("topkv.prediction")
@@ -39,10 +39,12 @@ def prediction(
     link: float | None = None,
     bandwidth: float | None = None,
     memory: int | None = None,
+    queries: int = 1,
+    accept: float = ACCEPT,
 ) -> Prediction:
     """See ``AttachedModel.prediction``."""
     given = {"hit_rate": hit_rate, "link": link, "bandwidth": bandwidth, "memory": memory}
-    check(context=context, requests=requests, **given)
+    check(context=context, requests=requests, **given, queries=queries, accept=accept)
     config = coordinator.config
     if link is None or bandwidth is None:
         measured = rates(config.device)
@@ -50,7 +52,7 @@ def prediction(
         link = measured[1] if link is None else link
     if hit_rate is None:
         counted = coordinator.transfers_of()
-        hit_rate = counted.hit_rate if counted.hits + counted.misses else HIT_RATE
+        hit_rate = counted.hit_rate if counted.hits + counted.misses else None
     if memory is None and config.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(config.device)
         # What torch keeps and nobody uses is free as well.
@@ -65,6 +67,8 @@ def prediction(
         config.max_requests if requests is None else requests,
         hit_rate,
         memory,
+        queries,
+        accept,
     )
 
 

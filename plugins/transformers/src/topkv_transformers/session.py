@@ -15,7 +15,7 @@ from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv.hooks.observer import Occupancy, TransferReport
 from topkv.report import MemoryReport, count_occupancy
-from topkv_prediction.report import Prediction
+from topkv_prediction.report import ACCEPT, Prediction
 from topkv_prefixes.stored import StoredSession
 from topkv_transformers import attention, blocks, capture, sessions
 from topkv_transformers.cache import TopkvCache
@@ -162,6 +162,8 @@ class AttachedModel:
         link: float | None = None,
         bandwidth: float | None = None,
         memory: int | None = None,
+        queries: int = 1,
+        accept: float = ACCEPT,
     ) -> Prediction:
         """Predict the time of a captured step, beside one over a cache that stays on the GPU.
 
@@ -171,13 +173,16 @@ class AttachedModel:
         Args:
             context: tokens of each request; ``max_request_tokens`` by default.
             requests: that decode together; ``max_requests`` by default.
-            hit_rate: share of the selected units that need no load; by default what was counted
-                so far, and 0.85 before anything was.
+            hit_rate: share of the units that a step selects that need no load; by default what
+                was counted so far, in steps of any number of tokens. Before anything was, 0.85 for
+                one token, and for several as many misses for each.
             link: GB/s at which kernels read host memory. Measured by default, as below, which
                 takes a part of a second.
             bandwidth: GB/s at which kernels read device memory.
             memory: bytes on the device for caches; by default what is free on the GPU and what
                 topkv holds there, and unknown on a CPU.
+            queries: tokens of each request that a step verifies: one, and drafts.
+            accept: share of the drafts that are accepted.
 
         Raises:
             ConfigError: with every argument that makes no sense.
@@ -192,6 +197,8 @@ class AttachedModel:
             link=link,
             bandwidth=bandwidth,
             memory=memory,
+            queries=queries,
+            accept=accept,
         )
 
     def detach(self) -> None:

@@ -271,8 +271,7 @@ class Bench:
             **link(moved, options.steps),
         }
         captured = isinstance(contestant, Topkv) and not contestant.handle.config.compile
-        # The model of a step knows neither compiled layers nor several tokens.
-        if captured and cell.verified == 1 and self.rates is not None:
+        if captured and self.rates is not None:  # the model of a step knows no compiled layers
             row["predicted_step_ms"] = self._predicted(contestant, cell, row["hit_rate"])
         if profile is not None:
             row["profile"] = profile.result(options.profiled)
@@ -282,7 +281,9 @@ class Bench:
         """Predict the milliseconds of a step of the middle by ``topkv_prediction``."""
         middle = cell.columns + self.options.warmup + self.options.steps // 2
         rate = 1.0 if hit_rate is None else hit_rate
-        found = contestant.handle.prediction(middle, cell.requests, hit_rate=rate, **self.rates)
+        found = contestant.handle.prediction(
+            middle, cell.requests, hit_rate=rate, queries=cell.verified, **self.rates
+        )
         time: float = found.topkv.ms
         return time
 

@@ -14,7 +14,10 @@ from topkv_prediction.machine import Machine
 from topkv_prediction.step import LONG, Held, StepModel, StepTime
 
 HIT_RATE = 0.85
-"""The hit rate that is assumed where nothing was counted yet."""
+"""The hit rate of a step of one token that is assumed where nothing was counted yet."""
+
+ACCEPT = 0.5
+"""The share of drafts that is assumed to be accepted where nobody says."""
 
 ERROR = 0.06
 """The largest error of a prediction of ``benchmarks/results/captured_steps.jsonl``, as a share."""
@@ -30,7 +33,7 @@ class Prediction:
     """A decode step of topkv beside that of a cache which stays on the GPU, both captured.
 
     Attributes:
-        context, requests, hit_rate: as they were asked for.
+        context, requests, hit_rate, queries, accept: as they were asked for.
         topkv: milliseconds of a step as configured.
         resident: milliseconds of a step over a cache that stays on the GPU.
         held: bytes that a request of this context holds.
@@ -57,6 +60,13 @@ class Prediction:
     requests_from: int | None
     hit_rate_from: float | None
     machine: Machine
+    queries: int = 1
+    accept: float = ACCEPT
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of each request that a step leaves: one, and the drafts that are accepted."""
+        return 1 + self.accept * (self.queries - 1)
 
     @property
     def fits_topkv(self) -> int | None:
@@ -84,12 +94,16 @@ class Prediction:
         yield (
             f"predicted for {self.requests} x {self.context} tokens at {self.hit_rate:.0%} hits, "
             f"link {self.machine.link:.1f} GB/s, device memory {self.machine.memory:.0f} GB/s, "
-            "captured steps:"
+            f"captured steps{self._verifying()}:"
         )
         yield (
             f"topkv {one.ms:.2f} ms a step ({one.link:.2f} of them wait for the link), a cache on "
             f"the GPU {self.resident.ms:.2f}: topkv is {self.verdict}"
         )
+        if self.queries > 1:
+            tokens = 1e3 * self.requests * self.tokens
+            ours, theirs = tokens / one.ms, tokens / self.resident.ms
+            yield f"that is {ours:.0f} tokens/s through topkv, and {theirs:.0f} without"
         limits = (
             ("no context", self.context_from, "{} tokens"),
             ("no number of requests", self.requests_from, "{} requests"),
@@ -107,13 +121,27 @@ class Prediction:
                 f"{self.resident_full:.0f} tokens/s"
             )
 
+    def _verifying(self) -> str:
+        """Words for the tokens of a step, where it verifies some."""
+        if self.queries == 1:
+            return ""
+        return f" of {self.queries} tokens of each, of which {self.tokens:g} stay"
+
+
+def assumed_hits(queries: int) -> float:
+    """Return the hit rate that is assumed of steps of several tokens, each of which misses as many
+    units as one that is alone."""
+    return max(0.0, 1 - queries * (1 - HIT_RATE))
+
 
 def predict(
     model: StepModel,
     context: int,
     requests: int,
-    hit_rate: float = HIT_RATE,
+    hit_rate: float | None = None,
     memory: int | None = None,
+    queries: int = 1,
+    accept: float = ACCEPT,
 ) -> Prediction:
     """Predict with a model of steps.
 
@@ -121,17 +149,24 @@ def predict(
         model: of a configuration on a machine.
         context: tokens of each request.
         requests: that decode together.
-        hit_rate: share of the selected units that need no load.
+        hit_rate: share of the units that a step selects that need no load; ``assumed_hits`` by
+            default.
         memory: bytes on the device for caches.
+        queries: tokens of each request that a step verifies, over either cache. What drafts cost
+            is not known here.
+        accept: share of the drafts, which are all but one of them, that are accepted.
 
     Raises:
         ConfigError: with every reason why this cannot be asked.
     """
-    check(context=context, requests=requests, hit_rate=hit_rate, memory=memory)
+    asked = {"context": context, "requests": requests, "hit_rate": hit_rate, "memory": memory}
+    check(**asked, queries=queries, accept=accept)
+    hit_rate = assumed_hits(queries) if hit_rate is None else hit_rate
+    kept = 1 + accept * (queries - 1)
 
     def longer(tokens: float, rows: float, rate: float) -> float:
         """Return the milliseconds that a step of topkv takes more."""
-        return model.topkv(tokens, rows, rate).ms - model.resident(tokens, rows).ms
+        return model.topkv(tokens, rows, rate, queries).ms - model.resident(tokens, rows).ms
 
     held = model.held(context)
     full = None if memory is None else (memory // held.device, memory // held.resident)
@@ -142,16 +177,18 @@ def predict(
         context=context,
         requests=requests,
         hit_rate=hit_rate,
-        topkv=model.topkv(context, requests, hit_rate),
+        topkv=model.topkv(context, requests, hit_rate, queries),
         resident=model.resident(context, requests),
         held=held,
         memory=memory,
-        topkv_full=full and 1e3 * many / model.topkv(context, many, hit_rate).ms,
-        resident_full=full and 1e3 * few / model.resident(context, few).ms,
+        topkv_full=full and 1e3 * many * kept / model.topkv(context, many, hit_rate, queries).ms,
+        resident_full=full and 1e3 * few * kept / model.resident(context, few).ms,
         context_from=_falls_below(lambda tokens: longer(tokens, requests, hit_rate), low),
         requests_from=_falls_below(lambda rows: longer(context, rows, hit_rate), 1.0),
         hit_rate_from=_least_rate(lambda rate: longer(context, requests, rate)),
         machine=model.machine,
+        queries=queries,
+        accept=accept,
     )
 
 
@@ -178,6 +215,8 @@ def _positive_int(value: float) -> bool:
 _WANTED: dict[str, tuple[str, Callable[[float], bool]]] = {
     "context": ("a positive number of tokens", _positive_int),
     "requests": ("a positive number of requests", _positive_int),
+    "queries": ("a positive number of tokens", _positive_int),
+    "accept": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "hit_rate": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "memory": ("a positive number of bytes", _positive_int),
     "link": ("a positive number of GB/s", lambda value: 0 < value < float("inf")),

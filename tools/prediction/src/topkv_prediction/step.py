@@ -11,7 +11,7 @@ from topkv.memory.manager import SparseKVCacheManager
 from topkv.memory.representations import RepresentationPools
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
-from topkv.types import GroupShape
+from topkv.types import GroupShape, newest_units
 from topkv_prediction.machine import Machine, bytes_ms
 
 LONG = 8192
@@ -89,16 +89,20 @@ class StepModel:
         manager = Tensors(config, plugins, torch.device("meta")).manager
         return cls(manager, machine, model_ms)
 
-    def topkv(self, context: float, requests: float, hit_rate: float) -> StepTime:
+    def topkv(
+        self, context: float, requests: float, hit_rate: float, queries: int = 1
+    ) -> StepTime:
         """Predict a step as configured.
 
-        Above ``covered`` and ``LONG`` it is linear in each of the arguments.
+        Above ``covered`` and ``LONG`` it is linear in each of the first three arguments. Several
+        queries share a selection, so bytes and launches are those of one, but for their own units.
 
         Args:
             context: tokens of each request.
             requests: that decode together.
-            hit_rate: share of the selected units that need no load, of requests that outgrow
-                the buffer; others miss nothing.
+            hit_rate: share of the units that a step selects that need no load, of requests that
+                outgrow the buffer; others miss nothing.
+            queries: tokens of a request that a step verifies.
         """
         fixed, device, link = self.machine.step_us, 0.0, 0.0
         for group, pools in self.groups:
@@ -113,7 +117,8 @@ class StepModel:
                 continue
             ranked = _ranked(context, group, pools) * self.machine.column_ns / 1e3
             fixed += layers * (self.machine.sparse_us + ranked)
-            attended = min(context, (shape.select + 1) * shape.unit)
+            newest = newest_units(queries, shape.unit)
+            attended = min(context, (shape.select + newest) * shape.unit)
             device += requests * (context * _index(pools) + layers * attended * _row(shape))
             if context > shape.slots * shape.unit:
                 missed = (1 - hit_rate) * shape.select * shape.lane_heads
