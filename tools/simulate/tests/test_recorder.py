@@ -179,3 +179,26 @@ def test_a_recording_of_nothing_is_a_trace(coordinator):
     assert trace.groups[0].ids.shape == (0, 2, 2, trace.groups[0].geometry.select)
     assert np.array_equal(trace.events, np.zeros((0, 6)))
     Replayer(trace).check()
+
+
+def test_a_step_of_several_tokens_closes_every_unit_that_it_fills():
+    """A request that fits its buffer finds them there, long after they have left the ring."""
+    coordinator = make_coordinator(tier("cpu"), max_queries=7, ring_tokens=10)
+    try:
+        with recording(coordinator) as recorder:
+            slot = coordinator.request_begin()
+            choose(coordinator, [0, 1, 2])
+            forward(coordinator, 3, prefill=[(slot, 3)])
+            forward(coordinator, 7, decode=[slot], queries=7)  # 3 to 10 tokens: units 1 to 4
+            coordinator.rollback(slot, 9)
+            forward(coordinator, 7, decode=[slot], queries=7, append=[4])
+            choose(coordinator, [1, 2, 3])
+            forward(coordinator, 7, decode=[slot], queries=7, append=[5])
+        trace = recorder.trace()
+    finally:
+        coordinator.close()
+    assert trace.rows[trace.rows[:, ROW.warm] == 0][:, ROW.appended].tolist() == [7, 4, 5]
+    closed = trace.events[trace.events[:, 0] == KIND.CLOSE]
+    assert closed[:, 2:4].tolist() == [[3, 10], [9, 13], [13, 18]]
+    assert trace.groups[0].counts[-1, 0, 0].tolist() == [3, 0]
+    Replayer(trace).check()

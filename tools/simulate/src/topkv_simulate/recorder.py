@@ -223,7 +223,7 @@ class Recorder:
         columns = (step.slots, step.lengths, step.high, step.appended, step.resident)
         for slot, length, high, appended, resident in torch.stack(columns, 1).tolist():
             if slot >= 0 and length > 0 and appended and resident:
-                self._events.append((KIND.CLOSE, slot, length - 1, length, high, 1))
+                self._events.append((KIND.CLOSE, slot, length - appended, length, high, 1))
 
     def written(self, slot: int, start: int, end: int, high: int, resident: bool) -> None:
         """Record tokens that went to their pages, and to the buffer where the lane fits."""

@@ -94,9 +94,8 @@ class Lanes:
         kind, slot, start, end, high, resident = event.tolist()
         if not geometry.fits(high, resident, self.slots):
             return
-        if kind == KIND.CLOSE and end % geometry.unit:
-            return
-        units = np.arange(start // geometry.unit, -(-end // geometry.unit))
+        behind = end if kind == KIND.CLOSE else end + geometry.unit - 1
+        units = np.arange(start // geometry.unit, behind // geometry.unit)
         units = units[units < self.slots]
         self.held[slot][:, units] = units
         self.present[slot][:, units] = True

@@ -63,8 +63,7 @@ class KIND(IntEnum):
 
     PLAN: the rows of the round that ``slot`` names are planned. WRITE: tokens ``start .. end`` of
     a request were stored, so a lane that fits its buffer holds their units from now on. CLOSE:
-    like WRITE, if the last of the tokens fills its unit. RESET: the buffer of a request is
-    forgotten.
+    like WRITE, of the units that the tokens fill. RESET: the buffer of a request is forgotten.
     """
 
     PLAN = 0
