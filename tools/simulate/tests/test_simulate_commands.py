@@ -131,7 +131,8 @@ def test_json_has_counts_bytes_and_a_recommendation(recorded):
     trace = Trace.load(recorded)
     counts = trace.groups[0].counts
     hits, misses = counts.sum((0, 1, 2)).tolist()
-    assert shown["recorded"] == {"steps": STEPS, "hits": hits, "misses": misses}
+    counted = {"steps": STEPS, "hits": hits, "misses": misses, "tokens_per_step": 1}
+    assert shown["recorded"] == counted
     assert shown["groups"][0]["entry_bytes"] == ENTRY
     points = {(each["buffer_tokens"], each["policy"]): each for each in shown["points"]}
     own = points[160, "lru"]
@@ -140,6 +141,7 @@ def test_json_has_counts_bytes_and_a_recommendation(recorded):
     assert own["misses_per_step"] == own["misses"] / STEPS
     assert own["bytes_per_step"] == own["misses"] * ENTRY / STEPS
     per_step = counts[steps][..., 1].sum((1, 2)) * ENTRY
+    assert own["bytes_per_token"] == own["bytes_per_step"]
     assert own["p95_bytes_per_step"] == sorted(per_step.tolist())[22]
     assert own["load_ms"] == pytest.approx(1e3 * 16 * own["bytes_per_step"] / 50e9)
     assert own["device_bytes_per_request"] == LAYERS * HEADS * (10 + 2) * ENTRY
@@ -154,6 +156,30 @@ def test_json_has_counts_bytes_and_a_recommendation(recorded):
     assert sizes[0] == 112  # what the budget leaves without the tail
     assert sizes[-1] >= TOKENS
     assert points[sizes[-1], "lru"]["misses"] == 0
+
+
+def test_steps_of_several_tokens_are_recorded_with_their_joint_selections(recorded, tmp_path):
+    """The last step has what is left; misses are those of a model that decodes so."""
+    path = tmp_path / "joint.npz"
+    sizes = ("--tokens", TOKENS, "--steps", STEPS - 2, "--budget", 128, "--buffer", 160)
+    done = call("record", path, *sizes, "--queries", 4, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert "6 decode steps" in done.stderr
+    trace = Trace.load(path)
+    steps = trace.rows[trace.rows[:, ROW.warm] == 0]
+    assert steps[:, ROW.appended].tolist() == [4, 4, 4, 4, 4, 2]
+    assert steps[:, ROW.length].tolist() == [*range(TOKENS - 18, TOKENS - 1, 4), TOKENS]
+    assert trace.groups[0].ids.shape[-1] == Trace.load(recorded).groups[0].ids.shape[-1]
+    shown = result_of(path, "--buffers", 160, "--policies", "lru")
+    (point,) = shown["points"]
+    assert shown["recorded"]["tokens_per_step"] == 22 / 6
+    assert point["hits"] + point["misses"] == 6 * LAYERS * HEADS * 7
+    assert point["bytes_per_token"] == point["misses"] * ENTRY / 22
+    assert point["bytes_per_step"] == point["misses"] * ENTRY / 6
+    shown = call("simulate", path).stdout
+    assert "MB a token" in shown
+    assert "a mean step has 3.67 tokens" in shown
+    assert "MB a token" not in call("simulate", recorded).stdout
 
 
 @pytest.mark.parametrize("gain", [0.5, 2.0, 10.0])

@@ -86,7 +86,7 @@ def _result(curve: Any, points: Any, best: Any, link: Any, gain: float) -> dict[
     return {
         "settings": curve.trace.settings,
         "groups": [asdict(shape) for shape in curve.shapes],
-        "recorded": curve.totals(),
+        "recorded": {**curve.totals(), "tokens_per_step": curve.tokens_per_step},
         "gain_percent": gain,
         "link_gb_per_s": link[0],
         "requests": link[1],
@@ -112,7 +112,14 @@ def _result(curve: Any, points: Any, best: Any, link: Any, gain: float) -> dict[
     type=click.IntRange(1),
     default=256,
     show_default=True,
-    help="Last tokens of it, which are decoded one by one; the others are the prompt.",
+    help="Last tokens of it, which are decoded; the others are the prompt.",
+)
+@click.option(
+    "--queries",
+    type=click.IntRange(1, 8),
+    default=1,
+    show_default=True,
+    help="Tokens of a decode step, which share a selection, as drafts do that are all accepted.",
 )
 @shared.CONFIG
 @shared.sparse
@@ -123,6 +130,7 @@ def record(
     text: Path | None,
     tokens: int | None,
     steps: int,
+    queries: int,
     config_file: Path | None,
     device: str | None,
     trust_remote_code: bool,
@@ -139,8 +147,10 @@ def record(
         from topkv_simulate.trace import ROW
 
         given = {"capture": "off", **settings}  # replays of a graph cannot be recorded
+        if queries > 1:
+            given["max_queries"] = queries
         config = shared.config_of(config_file, given, DEFAULTS)
-        found = run(Job(config, model, text, tokens, steps, device, trust_remote_code))
+        found = run(Job(config, model, text, tokens, steps, queries, device, trust_remote_code))
         found.save(trace)
     reported = int((found.rows[:, ROW.warm] == 0).sum())
     click.echo(f"{reported} decode steps in {trace}", err=True)

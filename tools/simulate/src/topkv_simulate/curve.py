@@ -29,6 +29,7 @@ class Point:
         bytes: int64 ``[steps]`` loaded in each.
         layers: share of hits of each sparse layer, by number; 0 where none was selected.
         device: bytes of buffers and rings of one request.
+        tokens: of all steps, drafts that were rejected among them; None for one a step.
     """
 
     buffer: int
@@ -38,6 +39,12 @@ class Point:
     bytes: np.ndarray
     layers: dict[int, float]
     device: int
+    tokens: int | None = None
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that were loaded for a token."""
+        return float(self.bytes.sum()) / (self.tokens or len(self.bytes))
 
     @property
     def p95(self) -> int:
@@ -58,6 +65,7 @@ class Point:
             "hit_rate": self.hit_rate,
             "misses_per_step": self.misses / len(self.bytes),
             "bytes_per_step": float(self.bytes.mean()),
+            "bytes_per_token": self.bytes_per_token,
             "p95_bytes_per_step": self.p95,
             "device_bytes_per_request": self.device,
             "layer_hit_rates": self.layers,
@@ -95,6 +103,16 @@ class Curve:
                 "nothing can be counted",
                 [f"{int(self._steps.sum())} decode steps, in which no unit was selected"],
             )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that decode steps appended, drafts that were rejected among them."""
+        return int(self.trace.rows[self._steps, ROW.appended].sum())
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a mean step."""
+        return self.tokens / int(self._steps.sum())
 
     @property
     def least(self) -> int:
@@ -146,7 +164,7 @@ class Curve:
             share = there.sum((0, 2)) / np.maximum(1, (there + lacking).sum((0, 2)))
             layers |= dict(zip(shape.layers, share.tolist(), strict=True))
         layers = dict(sorted(layers.items()))
-        return Point(buffer, policy, hits, misses, loaded, layers, device)
+        return Point(buffer, policy, hits, misses, loaded, layers, device, self.tokens)
 
     def recommend(self, buffers: Sequence[int], policy: str, gain: float) -> int | None:
         """Return the smallest buffer that it does not pay to double.

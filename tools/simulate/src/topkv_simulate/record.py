@@ -1,4 +1,4 @@
-"""Recorder of the end of a text, decoded token by token through an attached model."""
+"""Recorder of the end of a text, decoded through an attached model, a token or several a step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ CHUNK, TOKENS = 1024, 4096
 DEFAULTS = {"algorithm": "quest", "backend": "triton_attention"}
 
 
-def record_text(handle: Any, tokens: Tensor, steps: int) -> Trace:
+def record_text(handle: Any, tokens: Tensor, steps: int, queries: int = 1) -> Trace:
     """Read a text into an attached model and record what its last tokens select.
 
     Args:
         handle: handle of ``topkv.attach(..., engine="transformers")``, with no requests yet and
             room for the text.
         tokens: int64 ``[1, n]`` on the model's device.
-        steps: last tokens, each of which is one decode step; at least two tokens are before them.
+        steps: last tokens, which are decoded; at least two tokens are before them.
+        queries: tokens of a decode step, at most ``max_queries``: the text's stand for drafts that
+            are all accepted.
     """
     prompt = tokens.shape[1] - steps
     with recording(handle.coordinator) as recorder, torch.inference_mode():
@@ -37,7 +39,8 @@ def record_text(handle: Any, tokens: Tensor, steps: int) -> Trace:
         # Chunks of alike sizes: a last chunk of one token would be a decode step.
         for chunk in torch.tensor_split(tokens[:, :prompt], -(-prompt // CHUNK), dim=1):
             handle.model(chunk, past_key_values=cache, logits_to_keep=1)
-        for token in tokens[:, prompt:].split(1, dim=1):
+        cache.state.most = queries
+        for token in tokens[:, prompt:].split(queries, dim=1):
             handle.model(token, past_key_values=cache)
         cache.close()
     return recorder.trace()
@@ -52,6 +55,7 @@ class Job:
     text: Path | None = None
     tokens: int | None = None
     steps: int = 256
+    queries: int = 1
     device: str | None = None
     trust_remote_code: bool = False
 
@@ -88,7 +92,7 @@ def run(job: Job) -> Trace:
         with attach(
             model, generate.with_room(job.config, tokens.shape[1]), engine="transformers"
         ) as handle:
-            return record_text(handle, tokens.to(device), job.steps)
+            return record_text(handle, tokens.to(device), job.steps, job.queries)
 
 
 def _tokens(job: Job, folder: Path, loading: Any) -> Tensor:

@@ -40,7 +40,8 @@ def show(
         gain: see ``Curve.recommend``, in %.
     """
     rate, requests = link
-    last = () if rate is None else ("ms of link",)
+    several = curve.tokens_per_step > 1
+    last = (*(("MB a token",) if several else ()), *(() if rate is None else ("ms of link",)))
     rows = []
     for point in points:
         mean, steps = point.bytes.mean() / 1e6, len(point.bytes)
@@ -54,6 +55,7 @@ def show(
             f"{point.p95 / 1e6:.3f}",
             f"{point.device / 1e6:.3f}",
         ]
+        cells += [f"{point.bytes_per_token / 1e6:.3f}"] if several else []
         cells += [] if rate is None else [f"{point.load_ms(rate, requests):.4g}"]
         rows.append(cells)
     show_table(console, (*COLUMNS, *last), rows, left=("policy",))
@@ -67,6 +69,11 @@ def show(
         "a step is one request's part of a forward; misses and MB (10^6 bytes) of all layers and "
         "lanes",
     ]
+    if several:
+        lines.append(
+            f"a mean step has {curve.tokens_per_step:.3g} tokens, which share a selection; those "
+            "that were rejected count as tokens"
+        )
     if rate is not None:
         lines.append(f"ms of link: bytes of {requests} mean steps over {rate:g} GB/s")
     rule = (
