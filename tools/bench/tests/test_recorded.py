@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from topkv.config import SparseConfig
 from topkv.errors import ConfigError
-from topkv_bench import recorded, recorded_kernels
+from topkv_bench import geometry, recorded, recorded_kernels
 from topkv_bench.command import bench
+from topkv_bench.contestants import Cell, enter
 from topkv_bench.recorded import Recorded
+from topkv_bench.verify import Verifier
 
 WRITERS = {"reference": recorded.write, "triton": recorded_kernels.write}
 
@@ -136,6 +138,43 @@ def test_a_trace_stands_for_a_drift(tmp_path):
     assert row["drift"]["stated"] == str(path)
     assert row["drift"]["effective"] == pytest.approx(found.replaced)
     assert 0 < row["hit_rate"] < 1
+    two = CliRunner().invoke(bench, [*options, "--queries", "2"])
+    assert isinstance(two.exception, ConfigError)
+    advice = "1 tokens, and here they verify 2; record it with topkv record --queries 2"
+    assert advice in str(two.exception)
     missing = CliRunner().invoke(bench, ["--model", "tiny", "--drift", "gone.npz"])
     assert missing.exit_code == 2
     assert "there is no file" in missing.output
+
+
+@pytest.mark.slow
+def test_joint_selections_of_a_trace_are_made_in_their_order(tmp_path):
+    """A step of the bench makes the next step of the trace, whatever is accepted."""
+    record = pytest.importorskip("topkv_simulate.record", reason="needs topkv-simulate")
+    pytest.importorskip("topkv_evaluation", reason="needs topkv-evaluation")
+    sizes = {"budget": 96, "buffer": 192, "dense_layers": [], "capture": "off", "max_queries": 4}
+    config = SparseConfig(**record.DEFAULTS, **sizes)
+    path = tmp_path / "trace.npz"
+    record.run(record.Job(config, tokens=1280, steps=24, queries=4)).save(path)
+    found = recorded.load(str(path))
+    assert (found.tokens, len(found.ids)) == (4, 6)
+    sparse = {"algorithm": "quest", "backend": "triton_attention", "budget": 96, "buffer": 192}
+    given = Cell("topkv", 1300, 1, 64, True, str(path), SparseConfig(**sparse), 4, (0.5,))
+    model = geometry.build(
+        geometry.config_of("tiny", None, 1400), torch.device("cpu"), torch.float
+    )
+    made = enter(model, given)
+    try:
+        cache, chosen = made.cache(filled=True), []
+        with made.verifying(cache):
+            verifier = Verifier(made, cache, torch.zeros((1, 4), dtype=torch.long))
+            for accepted in (0, 3, 1, 2, 0, 3, 1, 2, 3, 0):
+                verifier.run([accepted])
+                chosen.append(made.coordinator.layers[3].lanes.selection.ids.tolist())
+    finally:
+        made.close()
+    depth = found.ids.shape[1] // 2  # of two sparse layers the second
+    start = 1300 % 10
+    places = [min(place, 10 - place) for place in ((start + n) % 10 for n in range(1, 11))]
+    wanted = [found.ids[place, depth][[0, found.ids.shape[2] // 2]].tolist() for place in places]
+    assert chosen == wanted

@@ -247,20 +247,17 @@ def test_layers_that_forget_are_refused():
         made.cache(filled=False)
 
 
-def test_what_cannot_be_verified_is_refused(tmp_path):
+def test_what_cannot_be_verified_is_refused():
     def refused(*args, words):
         given = ["bench", "--model", "tiny", "--device", "cpu", "--context", "64", *args]
         result = CliRunner().invoke(topkv, given)
         assert result.exit_code == 2
         assert words in " ".join(result.stderr.split())
 
-    trace = tmp_path / "trace.npz"
-    trace.touch()
     refused("--queries", "9", words="at most 8")
     refused("--queries", "0", words="1 and more")
     refused("--queries", "4", "--accept", "1.5", words="between 0 and 1")
     refused("--accept", "0.5,0.5", words="each once")
-    refused("--queries", "4", "--drift", str(trace), words="of one token each")
     refused("--queries", "1,8", "--drift", "0.15", words="give a share of at most 0.125")
     sets = ("--set", "algorithm=quest", "--set", "backend=reference_none")
     refused("--queries", "4", *sets, words="reference_none")

@@ -224,9 +224,10 @@ class Topkv:
             yield
 
     def advance(self, tokens: int) -> None:
-        """Let selections drift by as many tokens more, where lengths do not."""
+        """Let selections drift by as many tokens more, or a step of a trace, where lengths do not
+        say that."""
         if self._walked is not None:
-            self._walked += tokens
+            self._walked += 1 if isinstance(self.cell.drift, str) else tokens
 
     def held(self, cache: TopkvCache) -> dict[str, int]:
         report = self.handle.memory()

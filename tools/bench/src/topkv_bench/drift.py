@@ -33,6 +33,7 @@ from topkv import SparseCoordinator
 from topkv.config import LoweredGroup
 from topkv.decode.layers import LayerPath
 from topkv.decode.selectors import Own
+from topkv.errors import ConfigError
 from topkv.types import Selection
 from topkv_bench import recorded
 
@@ -173,8 +174,8 @@ def drifting(
         context: tokens of every prompt; shorter requests keep what was selected.
         tokens: that a step verifies.
         walked: int32 ``[max_requests]`` tokens that were verified, those of the prompt among them,
-            where rejected ones make them more than there are; the caller counts them. None where
-            lengths do.
+            where lengths do not count them; with a trace its steps. The caller counts. None to
+            take lengths.
 
     Raises:
         ConfigError: the trace does not serve.
@@ -186,7 +187,7 @@ def drifting(
         units, select = selectable(group, context), group.shape.select
         if isinstance(drift, str):
             depth = number / len(layers)
-            share, over = _recorded(drift, coordinator, path, depth, select, units)
+            share, over = _recorded(drift, tokens, coordinator, path, depth, select, units)
         else:
             share = effective(drift, select, units, tokens)
             over = partial(
@@ -219,6 +220,7 @@ def _writer(coordinator: SparseCoordinator, name: str) -> Callable[..., None]:
 
 def _recorded(
     trace: str,
+    tokens: int,
     coordinator: SparseCoordinator,
     path: LayerPath,
     depth: float,
@@ -228,6 +230,10 @@ def _recorded(
     """Return the share that a trace replaces in a step, and a function that writes the selections
     of its layer at ``depth``, between 0 and 1."""
     found, group = recorded.load(trace), coordinator.config.groups[path.lanes.index]
+    if found.tokens != tokens:
+        reason = f"its steps have {found.tokens} tokens, and here they verify {tokens}"
+        advice = f"record it with topkv record --queries {tokens}"
+        raise ConfigError("the trace does not serve", [f"{reason}; {advice}"])
     lanes = group.shape.lane_heads
     copies, stretch = found.copies(select, units)
     of_layer = found.ids[:, int(depth * found.ids.shape[1])]

@@ -62,19 +62,14 @@ class Options:
         """Refuse a drift that steps of several tokens cannot have.
 
         Raises:
-            ConfigError: the drift is a trace, or more than a selection in a step.
+            ConfigError: the drift is more than a selection in a step.
         """
-        most, reason = max(self.queries or (1,)), ""
-        if most == 1 or self.drift is None:
-            return
-        if isinstance(self.drift, str):
-            reason = "selections of a trace are of one token each; give a share"
-        elif most * self.drift > 1:
+        most = max(self.queries or (1,))
+        if isinstance(self.drift, float) and most > 1 and most * self.drift > 1:
             reason = (
                 f"{most} tokens with {self.drift:g} of a selection new to each replace more than "
                 f"the selection; give a share of at most {1 / most:g}"
             )
-        if reason:
             raise ConfigError("--drift does not go with --queries", [reason])
 
     def cells(self) -> list[Cell]:

@@ -29,21 +29,23 @@ class Recorded:
         ids: int32 ``[T, L, H, K]`` units, -1 where fewer were selected; T at least 2.
         units: U, more than any of them.
         replaced: share of a selection that was not in the one a step before, mean of all.
+        tokens: of a step, which share a selection.
     """
 
     ids: Tensor
     units: int
     replaced: float
+    tokens: int = 1
 
     @classmethod
-    def of(cls, ids: Tensor, units: int) -> Recorded:
+    def of(cls, ids: Tensor, units: int, tokens: int = 1) -> Recorded:
         """Count replaced units; arguments as the attributes."""
         new = 0
         for layer in ids.unbind(1):
             held = torch.zeros(*layer.shape[:2], units + 1, dtype=torch.bool)
             held.scatter_(-1, layer.long() % (units + 1), True)  # -1 is the last place
             new += int((held[1:] & ~held[:-1])[..., :-1].sum())
-        return cls(ids, units, new / max(1, int((ids[1:] >= 0).sum())))
+        return cls(ids, units, new / max(1, int((ids[1:] >= 0).sum())), tokens)
 
     def copies(self, select: int, units: int) -> tuple[int, int]:
         """Return the number of the trace's selections that fill ``select`` columns, and the number
@@ -90,7 +92,8 @@ def load(path: str) -> Recorded:
         raise ConfigError(f"the trace {path} does not serve", [f"{expected} {got}"])
     (group,) = trace.groups
     ids = torch.from_numpy(group.ids[steps]).to(torch.int32)
-    return Recorded.of(ids, int(group.limits[steps].max()))
+    tokens = int(trace.rows[steps, ROW.appended].max())
+    return Recorded.of(ids, int(group.limits[steps].max()), tokens)
 
 
 def step_of(lengths: Tensor, slots: Tensor, steps: int) -> Tensor:
@@ -118,7 +121,7 @@ def write(
     Args:
         ids: int32 ``[N, K']`` selected units; written in place.
         slots: int32 ``[B]`` request slots, -1 in padded rows.
-        lengths: int32 ``[B]`` tokens of each request.
+        lengths: int32 ``[B]`` tokens of each request, or other counts that grow by 1 in a step.
         limit: int32 ``[B]`` selectable units of each request.
         table: int32 ``[T, H', K]`` of the layer, H' = N / B lanes.
         units: units that are selected from.
