@@ -236,15 +236,18 @@ def test_the_command_shows_what_was_verified(tmp_path):
 
 
 def test_layers_that_forget_are_refused():
-    values = {"model_type": "mistral", "sliding_window": 32, "vocab_size": 64, "head_dim": 16}
-    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
-    sizes |= {"hidden_size": 16, "intermediate_size": 16}
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(**values, **sizes)
-    made = enter(geometry.build(config, CPU, torch.float32), cell("dense"))
-    with pytest.raises(CapabilityError, match=r"slide over a window .* give --queries 1"):
-        made.cache(filled=False)
+    """Both caches, and the model is left as it was."""
+    config = geometry.config_of("gpt-oss-20b", None, 1024)
+    config.num_hidden_layers, config.num_local_experts, config.hidden_size = 2, 4, 64
+    config.layer_types, config.vocab_size = config.layer_types[:2], 256
+    made = geometry.build(config, CPU, torch.float32)
+    reason = r"cannot be measured:\n  - layers that slide over a window .*; give --queries 1"
+    with pytest.raises(CapabilityError, match=reason):
+        enter(made, cell("dense")).cache(filled=False)
+    for name in ("topkv", "topkv-resident"):
+        with pytest.raises(CapabilityError, match=reason):
+            enter(made, cell(name, dense_layers=[]))
+    assert "generate" not in made.__dict__
 
 
 def test_what_cannot_be_verified_is_refused():

@@ -221,7 +221,10 @@ class Topkv:
         requests.reserve(state, [self.cell.tokens - state.seen] * len(state.slots))
         with requests.exclusive(), requests.watch.unchanged():
             state.most = self.cell.verified
-            yield
+            try:
+                yield
+            finally:
+                state.most = 1
 
     def advance(self, tokens: int) -> None:
         """Let selections drift by as many tokens more, or a step of a trace, where lengths do not
