@@ -210,7 +210,7 @@ def measure(cell: Cell, sets: list[Inputs], replays: int) -> list[dict[str, obje
     """Measure the cell with the constants that the backend would choose, and by the library."""
     decode = decoder(cell)
     splits = decode.split_count(cell.batch, cell.tokens)
-    rows = [record(cell, attend_us(decode, sets, replays), decode.launch, splits)]
+    rows = [record(cell, attend_us(decode, sets, replays), decode.launches[0], splits)]
     calls = [call for each in sets if (call := library(cell, each))]
     if calls:
         rows.append(record(cell, graph_us(*calls, repeats=replays)))

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
@@ -69,10 +69,11 @@ class LatentInputs:
     """Inputs of one call, on the CPU.
 
     Attributes:
-        q: ``[N, 1, H, latent + rope]``.
+        q: ``[N, Q, H, latent + rope]``.
         pool: ``[slots, layers, unit, row]``; the rows are those of layer 1.
         table, lengths: int32 ``[N, W]`` and ``[N]``.
         listed: float64 rows ``[length, 1, latent + rope]`` of each lane.
+        queries: int32 ``[N]`` queries of each row, the others padding; None where Q is 1.
     """
 
     q: Tensor
@@ -80,14 +81,20 @@ class LatentInputs:
     table: Tensor
     lengths: Tensor
     listed: list[Tensor]
+    queries: Tensor | None = None
 
     def expected(self, scale: float, latent: int) -> Expected:
         """The oracle, over explicit rows."""
-        lanes = zip(self.q, self.listed, strict=True)
-        return joined([expect(q, rows, rows[..., :latent], scale) for q, rows in lanes])
+        counts = torch.ones(len(self.q)) if self.queries is None else self.queries
+        parts, nth = [], torch.arange(self.q.shape[1])[:, None]
+        for q, rows, count in zip(self.q.nan_to_num(), self.listed, counts, strict=True):
+            seen = torch.where(nth < count, len(rows) - (count - 1 - nth), 0)
+            mask = torch.arange(len(rows)) < seen
+            parts.append(expect(q, rows, rows[..., :latent], scale, mask))
+        return joined(parts)
 
     def attend(self, backend: Any, device: Any, latent: int) -> tuple[Tensor, Tensor]:
-        """Call ``attend`` between guards; out ``[N, H, latent]`` and lse ``[N, H]``.
+        """Call ``attend`` between guards; out ``[N * Q, H, latent]`` and lse ``[N * Q, H]``.
 
         Rows of q and out are further apart than their heads: 3 heads of NaN, and of ``SENTINEL``.
         """
@@ -101,17 +108,21 @@ class LatentInputs:
         lse = result(self.q.shape[:3], torch.float32, device)
         rows = pool[:, 1:2]
         owned = {"q": q.whole, "rows": pool, "table": table.whole, "lengths": sizes.whole}
+        tables = Tables(table.body, sizes.body)
+        if self.queries is not None:
+            counts = Guarded.of(self.queries, 1, device)
+            tables.queries, owned["queries"] = counts.body, counts.whole
         assert_unchanged(
             lambda: backend.attend(
                 q.body[:, :, :heads],
-                *(rows, rows, Tables(table.body, sizes.body), out.body[:, :, :heads], lse.body),
+                *(rows, rows, tables, out.body[:, :, :heads], lse.body),
             ),
             owned,
         )
         out.assert_intact("out")
         lse.assert_intact("lse")
         assert bool((out.body[:, :, heads:] == SENTINEL).all()), "wrote between rows of out"
-        return out.body[:, 0, :heads].cpu(), lse.body[:, 0].cpu()
+        return out.body[:, :, :heads].flatten(0, 1).cpu(), lse.body.flatten(0, 1).cpu()
 
 
 @frozen
@@ -126,6 +137,8 @@ class LatentCase:
         spare: columns of the table behind the last one that any lane uses.
         size: factor of the rows, for ``"model"``.
         seed: of the tensors.
+        queries: of each lane; one each where empty.
+        most: queries Q of a row, those beyond ``queries`` being NaN.
     """
 
     kv_format: str
@@ -138,6 +151,8 @@ class LatentCase:
     spare: int = 0
     size: float = 1.0
     seed: int = field(default=0)
+    queries: tuple[int, ...] = ()
+    most: int = 1
 
     @property
     def shapes(self) -> tuple[ModelShape, GroupShape]:
@@ -178,18 +193,32 @@ class LatentCase:
                 rows = rows.to(self.dtype)
                 listed.append(rows.double()[:, None])
             pool[where, 1, token % self.unit] = rows
-        q = 2 * torch.randn(len(used), 1, self.heads, model.head_dim, generator=random)
+        shape = (len(used), self.most, self.heads, model.head_dim)
+        q = 2 * torch.randn(shape, generator=random)
+        for lane, count in enumerate(self.queries):
+            q[lane, count:] = torch.nan
         sizes = torch.tensor(self.lengths, dtype=torch.int32)
-        return LatentInputs(q.to(self.dtype), pool, table, sizes, listed)
+        counts = torch.tensor(self.queries, dtype=torch.int32) if self.queries else None
+        return LatentInputs(q.to(self.dtype), pool, table, sizes, listed, counts)
 
     def backend(self, impl: str, device: Any, max_batch: int | None = None) -> TritonAttention:
-        return made(*self.shapes, impl, device, max_batch or len(self.lengths))
+        most = max_batch or len(self.lengths)
+        return made(*self.shapes, impl, device, most, self.most)
 
     def check(self, backend: Any, device: Any, inputs: LatentInputs | None = None) -> None:
         """Attend and compare with the oracle."""
         inputs = inputs or self.make()
         expected = inputs.expected(self.shapes[0].scale, self.latent)
         expected.check(*inputs.attend(backend, device, self.latent))
+
+
+@st.composite
+def with_queries(draw: st.DrawFn, cases: st.SearchStrategy[LatentCase]) -> LatentCase:
+    """Cases with several queries a row, more than a lane has tokens among them."""
+    case, most = draw(cases), draw(st.integers(2, 8))
+    lanes = len(case.lengths)
+    counts = draw(st.lists(st.integers(1, most), min_size=lanes, max_size=lanes))
+    return evolve(case, queries=tuple(counts), most=most)
 
 
 @st.composite

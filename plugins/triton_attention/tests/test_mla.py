@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from plugins.triton_attention.tests.latent_cases import (
     LatentCase,
     latent_cases,
     unpack,
+    with_queries,
 )
 from plugins.triton_attention.tests.making import made
 from topkv.errors import CapabilityError
@@ -40,6 +42,16 @@ both_formats = pytest.mark.parametrize("case", [PLAIN, PACKED], ids=["model", "f
 def test_attends_to_the_listed_rows(where):
     @examples(where, cpu=100, interpret=60)
     @given(latent_cases())
+    def check(case):
+        case.check(case.backend(where.impl, where.device), where.device)
+
+    check()
+
+
+@every_tier
+def test_each_query_sees_what_stands_before_it(where):
+    @examples(where, cpu=100, interpret=30)
+    @given(with_queries(latent_cases()))
     def check(case):
         case.check(case.backend(where.impl, where.device), where.device)
 
@@ -129,15 +141,17 @@ def test_rows_that_the_core_packs_are_those_of_the_oracle():
 @both_formats
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("heads", [3, 20])
-def test_splits_of_any_number_agree(case, splits, heads):
+@pytest.mark.parametrize("most", [1, 3])
+def test_splits_of_any_number_agree(case, splits, heads, most):
     from topkv_triton_attention.mla_launch import LatentDecoder, LatentLaunch
 
-    case = evolve(case, heads=heads, lengths=(0, 1, 17, 100), spare=9, seed=splits)
+    case = evolve(case, heads=heads, lengths=(0, 1, 17, 100), spare=9, seed=splits, most=most)
+    case = evolve(case, queries=(1, 1, 3, 2) if most > 1 else ())
     model, group = case.shapes
     launch = LatentLaunch(16, 16, num_warps=4, num_stages=2, resident=1)
     shape = LatentShape.of(model, group)
     decoder = LatentDecoder(
-        4, heads, shape, model.dtype, model.scale, KERNELS.device, launch, splits
+        *(4, heads, shape, model.dtype, model.scale, KERNELS.device, launch, splits, most)
     )
     decoder.part.fill_(math.nan)
     decoder.part_lse.fill_(math.nan)
@@ -145,25 +159,34 @@ def test_splits_of_any_number_agree(case, splits, heads):
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.integers(1, 300), st.integers(1, 130), st.integers(1, 2**17), st.sampled_from((2, 4)))
-def test_workspace_holds_every_call(lanes, heads, tokens, itemsize):
+@given(
+    st.integers(1, 300),
+    st.integers(1, 130),
+    st.integers(1, 2**17),
+    st.sampled_from((2, 4)),
+    st.integers(1, 8),
+)
+def test_workspace_holds_every_call(lanes, heads, tokens, itemsize, most):
     from topkv_triton_attention.mla_launch import LatentDecoder
 
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     shape = LatentShape(32, 8)
-    decoder = LatentDecoder(lanes, heads, shape, dtype, 1.0, torch.device("cpu"))
-    for some in range(1, lanes + 1):
-        splits = decoder.split_count(some, tokens)
+    device = torch.device("cpu")
+    decoder = LatentDecoder(lanes, heads, shape, dtype, 1.0, device, max_queries=most)
+    for some, queries in product(range(1, lanes + 1), range(1, most + 1)):
+        splits = decoder.split_count(some, tokens, queries)
         if splits > 1:
-            assert some * heads * splits <= decoder.part_lse.numel()
-            assert some * heads * splits * 32 <= decoder.part.numel()
+            assert some * heads * queries * splits <= decoder.part_lse.numel()
+            assert some * heads * queries * splits * 32 <= decoder.part.numel()
 
 
 @both_formats
 @pytest.mark.parametrize("budget", [1, 3000])
 def test_reference_in_pieces(monkeypatch, case, budget):
     monkeypatch.setattr(reference, "BUDGET", budget)
-    evolve(case, unit=2).check(case.backend("reference", torch.device("cpu")), "cpu")
+    for queries, most in (((), 1), ((3, 2, 1), 3)):
+        case = evolve(case, unit=2, queries=queries, most=most)
+        case.check(case.backend("reference", torch.device("cpu")), "cpu")
 
 
 @every_tier

@@ -29,6 +29,16 @@ def test_real_sizes(case, heads, unit):
 
 
 @both_formats
+@pytest.mark.parametrize("heads", [16, 40, 128])
+@pytest.mark.parametrize("most", [2, 4, 8])
+def test_several_queries_at_real_sizes(case, heads, most):
+    """Splits, and blocks of heads that belong to two queries."""
+    counts = tuple((3 * lane + 1) % most + 1 for lane in range(4))
+    case = evolve(case, heads=heads, lengths=(2048, 0, 5, 700), queries=counts, most=most)
+    case.check(case.backend("triton", CUDA), CUDA)
+
+
+@both_formats
 @pytest.mark.parametrize("lanes", [1, 33, 130])
 def test_any_batch(case, lanes):
     """Batches have many splits, few, or none."""

@@ -27,7 +27,7 @@ def backend_of(where, softcap, scale):
     subject = subject_of("triton_attention", "backend", where)
     _, model, group = make_backend(subject, GEOMETRY, 2)
     model = evolve(model, softcap=softcap, scale=scale)
-    return made(model, group, where.impl, where.device, 2), model
+    return made(model, group, where.impl, where.device, 2, 4), model
 
 
 def inputs(rows, keys, size, seed):
@@ -69,12 +69,14 @@ def test_a_prompt_is_that_of_float64(where):
 @pytest.mark.parametrize("where", TIERS, ids=str)
 def test_a_step_is_that_of_float64(where):
     @settings(max_examples=40 if where.name == "cpu" else 8)
-    @example(1e30, 50.0, 37, 0)
-    @example(1.0, 0.5, 1, 0)
-    @given(SIZES, CAPS, st.integers(1, 60), st.integers(0, 99))
-    def check(size, softcap, length, seed):
+    @example(1e30, 50.0, 37, 1, 0)
+    @example(1.0, 0.5, 1, 1, 0)
+    @example(1e30, 50.0, 37, 3, 0)
+    @given(SIZES, CAPS, st.integers(1, 60), st.integers(1, 4), st.integers(0, 99))
+    def check(size, softcap, length, most, seed):
         backend, model = backend_of(where, softcap, 0.2)
-        q, k, v = inputs(1, length, size, seed)
+        most = min(most, length)
+        q, k, v = inputs(most, length, size, seed)
         units = -(-length // 4)
         slots = torch.zeros(2, units, 2, 4, 64)
         for slot, each in zip(slots, (k, v), strict=True):
@@ -83,11 +85,14 @@ def test_a_step_is_that_of_float64(where):
         table = torch.arange(units, dtype=torch.int32)[None]
         lengths = torch.full((1,), length, dtype=torch.int32)
         tables = Tables(table.to(where.device), lengths.to(where.device))
-        out = torch.full((1, 1, 6, 64), math.nan, device=where.device)
-        lse = torch.full((1, 1, 6), math.nan, device=where.device)
+        if most > 1:
+            tables.queries = torch.full((1,), most, dtype=torch.int32, device=where.device)
+        out = torch.full((1, most, 6, 64), math.nan, device=where.device)
+        lse = torch.full((1, most, 6), math.nan, device=where.device)
         pools = (each.to(where.device) for each in slots)
         backend.attend(q[None].to(where.device), *pools, tables, out, lse)
-        expected, norm = attention(q, k, v, model.scale, softcap=softcap)
+        seen = torch.arange(length) <= torch.arange(length - most, length)[:, None]
+        expected, norm = attention(q, k, v, model.scale, seen, softcap)
         torch.testing.assert_close(out[0].cpu().double(), expected, rtol=0, atol=8 * band(softcap))
         torch.testing.assert_close(lse[0].cpu().double(), norm, rtol=0, atol=band(softcap))
 

@@ -21,6 +21,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 ``mla_reference``."""
 MAX_GROUP = 16
 MAX_UNIT = 128
+MAX_QUERIES = 8
 MAX_QUERY_HEADS = 64
 """Query heads of a kv-head, of all queries of a row, that a program attends with."""
 
@@ -60,7 +61,7 @@ class TritonAttention:
         prefill = reference.Prefill(model.scale, model.softcap)
         if is_latent(model):
             shape = mla_reference.LatentShape.of(model, setup.group)
-            return mla_reference.Attend(shape, model.scale, most), prefill
+            return mla_reference.Attend(shape, model.scale, most, setup.max_queries), prefill
         factor = skip_factor(setup)
         if factor is not None:
             return SkippingAttend(model.scale, most, model.softcap, factor=factor), prefill
@@ -155,9 +156,7 @@ def refusals(setup: BackendSetup) -> list[str]:
             f"buffer: {group.max_lanes} lanes x {group.slots} slots exceed the int32 ids of a "
             "page table; lower max_requests or buffer"
         )
-    most = MAX_QUERY_HEADS // max(setup.group_size, 1)
-    if is_latent(model) or SKIP in setup.options:
-        most = 1
+    most = _most_queries(setup)
     if not 1 <= setup.max_queries <= most:
         reasons.append(
             f"queries of a row: expected 1 to {most} with {setup.group_size} query heads a "
@@ -166,6 +165,15 @@ def refusals(setup: BackendSetup) -> list[str]:
     if setup.max_batch < 1:
         reasons.append(f"max_batch: expected at least 1, got {setup.max_batch}; raise it")
     return reasons
+
+
+def _most_queries(setup: BackendSetup) -> int:
+    """Most queries of a row: heads of latent rows are cut into blocks, grouped ones are not."""
+    if SKIP in setup.options:
+        return 1
+    if is_latent(setup.model):
+        return MAX_QUERIES
+    return min(MAX_QUERIES, MAX_QUERY_HEADS // max(setup.group_size, 1))
 
 
 def _head_refusals(setup: BackendSetup) -> list[str]:

@@ -27,7 +27,10 @@ class TritonAttentionKernels(TritonAttention):
         prefill = Prefiller(model.scale, latent, model.softcap).prefill
         if latent:
             shape = LatentShape.of(model, setup.group)
-            rows = LatentDecoder(most, heads, shape, model.dtype, model.scale, device)
+            rows = LatentDecoder(
+                *(most, heads, shape, model.dtype, model.scale, device),
+                max_queries=setup.max_queries,
+            )
             return rows.attend, prefill
         sizes = (most, heads, setup.group_size, model.head_dim, model.scale, device)
         factor = skip_factor(setup)

@@ -2,8 +2,9 @@
 
 A row ``[latent | rope]`` is key and value of one token for all heads (DeepSeek-V2, section 2.1.2;
 queries and outputs are those of the latent space). One program takes a block of heads of one
-lane over one of several equal runs ("splits") of its tokens, and reads each latent once for
-both products. Partial results go to scratch, and ``decode_kernels.merge_kernel`` joins them.
+lane, those of all queries of a row in one list, over one of several equal runs ("splits") of its
+tokens, and reads each latent once for both products. Partial results go to scratch, and
+``decode_kernels.merge_kernel`` joins them.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def fold_latent(
     q_rope,
     latent,
     rope,
-    live,
+    seen,
     scale_log2,
     top,
     total,
@@ -85,18 +86,23 @@ def fold_latent(
     dtype: tl.constexpr,
     UPCAST: tl.constexpr,
     ROPE: tl.constexpr,
+    BLIND: tl.constexpr = False,
 ):
-    """Online softmax: one more block of rows (FlashAttention-2, section 3.1)."""
+    """Online softmax: one more block of rows (FlashAttention-2, section 3.1). ``seen`` are those
+    that each head sees, ``[1 or BLOCK_H, BLOCK_N]``; BLIND where it may have seen none yet."""
     if UPCAST:
         latent = latent.to(tl.float32)
         rope = rope.to(tl.float32)
     logits = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
     if ROPE:
         logits = tl.dot(q_rope, tl.trans(rope), logits, input_precision="ieee")
-    logits = tl.where(live[None, :], logits * scale_log2, float("-inf"))
+    logits = tl.where(seen, logits * scale_log2, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
-    weights = tl.exp2(logits - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
+    floor = new_top
+    if BLIND:
+        floor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(logits - floor[:, None])
+    shrink = tl.exp2(top - floor)
     total = total * shrink + tl.sum(weights, 1)
     weights = weights.to(dtype)
     if UPCAST:
@@ -139,13 +145,38 @@ def attend_latent_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    QUERIES: tl.constexpr = 1,
+    queries_ptr=None,
+    stride_qq=0,
+    stride_oq=0,
+    stride_lq=0,
 ):
+    """Attend over one split of the tokens of a lane, with a block of heads.
+
+    With several QUERIES a row, the i-th of the ``queries`` of a row does not see the newest
+    ``queries - 1 - i`` tokens, and those behind them see none.
+    """
     # The blocks of heads of a lane run side by side: the second finds the rows in the L2 cache.
-    blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    blocks: tl.constexpr = (HEADS * QUERIES + BLOCK_H - 1) // BLOCK_H
     lane = (tl.program_id(0) // blocks).to(tl.int64)
     heads = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     split = tl.program_id(1)
     length = tl.load(lengths_ptr + lane * stride_len)
+    in_heads = heads < HEADS * QUERIES
+    q_heads = lane * stride_qb
+    o_heads = lane * stride_ob
+    l_heads = lane * stride_lb
+    if QUERIES > 1:
+        nth = heads // HEADS
+        heads = heads % HEADS
+        q_heads += nth * stride_qq
+        o_heads += nth * stride_oq
+        l_heads += nth * stride_lq
+        queries = tl.load(queries_ptr + lane)
+        sight = tl.where(nth < queries, length - (queries - 1 - nth), 0)
+    q_heads += heads * stride_qh
+    o_heads += heads * stride_oh + split.to(tl.int64) * stride_os
+    l_heads += heads * stride_lh + split.to(tl.int64) * stride_ls
     # Runs follow from the true length, not from the width of the table: lanes stay balanced.
     run = tl.cdiv(tl.cdiv(length, BLOCK_N), tl.num_programs(1)) * BLOCK_N
     begin = split * run
@@ -154,8 +185,8 @@ def attend_latent_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     d = tl.arange(0, BLOCK_L)
     r = tl.arange(0, BLOCK_R)
-    head_mask = (heads < HEADS)[:, None]
-    q_base = q_ptr + lane * stride_qb + heads[:, None] * stride_qh
+    head_mask = in_heads[:, None]
+    q_base = q_ptr + q_heads[:, None]
     out_mask = head_mask & (d < LATENT)[None, :]
     q_latent = tl.load(q_base + d[None, :], mask=out_mask, other=0.0)
     rope_mask = head_mask & (r < ROPE)[None, :]
@@ -179,9 +210,10 @@ def attend_latent_kernel(
         latent, rope = load_row(
             p_rows, live, dtype, LATENT, ROPE, TILES, BLOCK_L, BLOCK_R, INTERPRETED
         )  # fmt: skip
+        seen = live[None, :] if QUERIES == 1 else tokens[None, :] < sight[:, None]
         top, total, acc = fold_latent(
-            q_latent, q_rope, latent, rope, live, scale_log2, top, total, acc,
-            dtype, UPCAST, ROPE,
+            q_latent, q_rope, latent, rope, seen, scale_log2, top, total, acc,
+            dtype, UPCAST, ROPE, QUERIES > 1,
         )  # fmt: skip
         tokens += BLOCK_N
         ids = tl.load(units + (tokens // UNIT) * stride_tc, mask=tokens < end, other=0)
@@ -189,8 +221,6 @@ def attend_latent_kernel(
     # A run without tokens keeps top -inf and total 0: out 0, lse -inf.
     safe = tl.where(total > 0, total, 1.0)
     norm = (top + tl.log2(safe)) * 0.6931471805599453
-    l_offsets = lane * stride_lb + heads * stride_lh + split.to(tl.int64) * stride_ls
-    tl.store(lse_ptr + l_offsets, norm, mask=heads < HEADS)
-    o_offsets = lane * stride_ob + heads * stride_oh + split.to(tl.int64) * stride_os
+    tl.store(lse_ptr + l_heads, norm, mask=in_heads)
     out = (acc * (1.0 / safe)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + o_offsets[:, None] + d[None, :], out, mask=out_mask)
+    tl.store(out_ptr + o_heads[:, None] + d[None, :], out, mask=out_mask)

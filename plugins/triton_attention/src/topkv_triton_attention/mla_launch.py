@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from attrs import evolve, frozen
@@ -70,13 +71,14 @@ class LatentDecoder:
 
     Args:
         max_batch: most rows of one call.
-        heads: query heads.
+        heads: query heads of a token.
         shape: of the rows.
         dtype: of q.
         scale: factor of the logits.
         device: where q lives.
         launch: launch constants; None takes those of the table above.
         splits: splits of every call; None chooses them from the shapes.
+        max_queries: most queries of a row. Heads of several are one list of heads.
     """
 
     def __init__(
@@ -89,29 +91,40 @@ class LatentDecoder:
         device: torch.device,
         launch: LatentLaunch | None = None,
         splits: int | None = None,
+        max_queries: int = 1,
     ) -> None:
-        self.max_batch = max_batch
-        self.shape = shape
+        self.max_batch, self.max_queries = max_batch, max_queries
+        self.heads, self.shape = heads, shape
         self.scale_log2 = scale * math.log2(math.e)
-        self.launch = launch or latent_launch(shape.kv_format, heads, dtype.itemsize)
-        self.splits = splits
-        self.head_blocks = -(-heads // self.launch.heads)
-        self.programs = processors_of(device) * self.launch.resident
-        rows = max_batch * heads * (splits or MAX_SPLITS)
-        if splits is None:
-            # split_count makes at most this many programs when it splits at all.
-            programs = MAX_WAVES * self.programs
-            rows = min(rows, programs * -(-heads // self.head_blocks))
+        self.splits, self.processors = splits, processors_of(device)
+        self.launches = [
+            launch or latent_launch(shape.kv_format, heads * queries, dtype.itemsize)
+            for queries in range(1, max_queries + 1)
+        ]
+        rows = max(
+            self._most_parts(heads * queries, launch)
+            for queries, launch in enumerate(self.launches, start=1)
+        )
         self.part = torch.empty(rows * shape.latent, dtype=torch.float32, device=device)
         self.part_lse = torch.empty(rows, dtype=torch.float32, device=device)
 
-    def split_count(self, lanes: int, tokens: int) -> int:
+    def _most_parts(self, heads: int, launch: LatentLaunch) -> int:
+        """Most partial results of a call with this many heads of all queries of a row."""
+        rows = self.max_batch * heads * (self.splits or MAX_SPLITS)
+        if self.splits is None:
+            # split_count makes at most this many programs when it splits at all.
+            programs = MAX_WAVES * self.processors * launch.resident
+            rows = min(rows, programs * -(-heads // -(-heads // launch.heads)))
+        return rows
+
+    def split_count(self, lanes: int, tokens: int, queries: int = 1) -> int:
         """Splits of a call with this many lanes, of at most N tokens each."""
+        launch = self.launches[queries - 1]
         return self.splits or split_count(
-            lanes * self.head_blocks,
+            lanes * -(-self.heads * queries // launch.heads),
             tokens,
-            self.programs,
-            self.launch.block,
+            self.processors * launch.resident,
+            launch.block,
             MIN_SPLIT_TOKENS,
             MAX_WAVES,
         )
@@ -120,22 +133,32 @@ class LatentDecoder:
         self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
         """See ``topkv.hooks.backend.Backend.attend``; ``v`` is not read. Allocates nothing."""
-        shape, launch = self.shape, self.launch
-        check_latent(q, k, shape, self.max_batch)
+        shape = self.shape
+        check_latent(q, k, shape, self.max_batch, self.max_queries)
         table, lengths = tables.table, tables.lengths
-        lanes, _, heads, _ = q.shape
+        lanes, queries, heads, _ = q.shape
         if not lanes:
             return
-        unit, dim = k.shape[2], shape.latent
-        splits = self.split_count(lanes, table.shape[1] * unit)
+        launch = self.launches[queries - 1]
+        unit, dim, each = k.shape[2], shape.latent, heads * queries
+        splits = self.split_count(lanes, table.shape[1] * unit, queries)
         # Strides by row, head and split of what the kernel writes.
         if splits == 1:
             results = out, lse
             strides = (out.stride(0), out.stride(2), 0, lse.stride(0), lse.stride(2), 0)
         else:
             results = self.part, self.part_lse
-            strides = (heads * splits * dim, splits * dim, dim, heads * splits, splits, 1)
-        attend_latent_kernel[(lanes * self.head_blocks, splits)](
+            strides = (each * splits * dim, splits * dim, dim, each * splits, splits, 1)
+        several: dict[str, Any] = {}
+        merging: dict[str, Any] = {}
+        if queries > 1:
+            merging = {"QUERIES": queries, "stride_oq": out.stride(1), "stride_lq": lse.stride(1)}
+            parts = heads * splits
+            to = (out.stride(1), lse.stride(1)) if splits == 1 else (parts * dim, parts)
+            names = ("QUERIES", "queries_ptr", "stride_qq", "stride_oq", "stride_lq")
+            values = (queries, tables.queries, q.stride(1), *to)
+            several = dict(zip(names, values, strict=True))
+        attend_latent_kernel[(lanes * -(-each // launch.heads), splits)](
             q, k, table, lengths, *results, self.scale_log2,
             q.stride(0), q.stride(2), k.stride(0), k.stride(2),
             *table.stride(), lengths.stride(0), *strides,
@@ -143,12 +166,13 @@ class LatentDecoder:
             BLOCK_H=launch.heads, BLOCK_L=max(16, power(dim)),
             BLOCK_R=max(16, power(max(1, shape.rope))), BLOCK_N=launch.block,
             UPCAST=upcast(q), INTERPRETED=INTERPRETED,
-            num_warps=launch.num_warps, num_stages=launch.num_stages,
+            num_warps=launch.num_warps, num_stages=launch.num_stages, **several,
         )  # fmt: skip
         if splits > 1:
             block = min(_MERGE_DIM, power(dim))
-            merge_kernel[(lanes * heads, -(-dim // block))](
+            merge_kernel[(lanes * each, -(-dim // block))](
                 self.part, self.part_lse, out, lse, splits,
                 out.stride(0), out.stride(2), lse.stride(0), lse.stride(2),
                 HEADS=heads, DIM=dim, BLOCK_D=block, BLOCK_S=power(splits), num_warps=4,
+                **merging,
             )  # fmt: skip

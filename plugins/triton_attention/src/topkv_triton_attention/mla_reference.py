@@ -5,6 +5,8 @@ Sums are in fp32, whatever the rows are stored as.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -83,11 +85,14 @@ def latent_refusals(model: ModelShape, group: GroupShape) -> list[str]:
     return reasons
 
 
-def check_latent(q: Tensor, k: Tensor, shape: LatentShape, max_batch: int) -> None:
+def check_latent(
+    q: Tensor, k: Tensor, shape: LatentShape, max_batch: int, max_queries: int
+) -> None:
     """Refuse what ``attend`` does not offer.
 
     Raises:
-        CapabilityError: more than one query per row, or rows of another dtype.
+        CapabilityError: more queries of a row than the backend was made for, or rows of another
+            dtype.
         ValueError: more rows than the backend was made for.
     """
     if shape.packed and k.dtype != torch.uint8:
@@ -96,7 +101,7 @@ def check_latent(q: Tensor, k: Tensor, shape: LatentShape, max_batch: int) -> No
             [f"expected rows of uint8, got {k.dtype}; view them as uint8"],
         )
     rows = q if shape.packed else k
-    reference.check_decode(q, rows, rows, max_batch)
+    reference.check_decode(q, rows, rows, max_batch, max_queries)
 
 
 class Attend:
@@ -106,40 +111,59 @@ class Attend:
         shape: of the rows.
         scale: factor of the logits.
         max_batch: most rows of one call.
+        max_queries: most queries of a row.
     """
 
-    def __init__(self, shape: LatentShape, scale: float, max_batch: int) -> None:
+    def __init__(
+        self, shape: LatentShape, scale: float, max_batch: int, max_queries: int = 1
+    ) -> None:
         self.shape = shape
         self.scale = scale
-        self.max_batch = max_batch
+        self.max_batch, self.max_queries = max_batch, max_queries
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
-        check_latent(q, k, self.shape, self.max_batch)
+        check_latent(q, k, self.shape, self.max_batch, self.max_queries)
         table, lengths = tables.table, tables.lengths
-        lanes, _, heads, dim = q.shape  # all heads share a selection: a row is a lane
+        lanes, each, heads, dim = q.shape  # all heads share a selection: a row is a lane
+        if not lanes:
+            return
+        seen = lengths[:, None]
+        if tables.queries is not None:
+            seen = reference.seen_by(tables, lanes, each, heads, 1)[:, 0]
+        queries = q.transpose(1, 2).reshape(lanes, heads * each, dim)
+        result = torch.empty(
+            (lanes, heads * each, self.shape.latent), dtype=out.dtype, device=out.device
+        )
+        norm = torch.empty((lanes, heads * each), device=lse.device)
         unit, width = k.shape[2], table.shape[1]
-        if lengths.device.type == "cpu" and lanes:
+        if lengths.device.type == "cpu":
             # Only here is the longest lane free to know: no device waits for the answer.
             width = min(width, -(-int(lengths.max()) // unit))
-        size = unit * max(dim, heads)
+        size = unit * max(dim, heads * each)
         columns = max(1, min(width, reference.BUDGET // size))  # of one step
         step = max(1, reference.BUDGET // (size * columns))
         for first in range(0, lanes, step):
             some = slice(first, first + step)
-            scaled = q[some, 0].float() * self.scale
-            state = self._part(scaled, k, table[some, :columns], lengths[some])
-            for column in range(columns, width, columns):
-                more = table[some, column : column + columns]
-                part = self._part(scaled, k, more, lengths[some] - column * unit)
-                state = reference.merge(*state, *part)
-            out[some, 0] = state[0].to(out.dtype)
-            lse[some, 0] = state[1]
+            scaled = queries[some].float() * self.scale
+            parts = (
+                self._part(
+                    *(scaled, k, table[some, column : column + columns]),
+                    *(lengths[some] - column * unit, seen[some] - column * unit),
+                )
+                for column in range(0, max(width, 1), columns)
+            )
+            result[some], norm[some] = reduce(lambda a, b: reference.merge(*a, *b), parts)
+        out.copy_(result.view(lanes, heads, each, -1).transpose(1, 2))
+        lse.copy_(norm.view(lanes, heads, each).transpose(1, 2))
 
-    def _part(self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Scaled q ``[n, H, D]`` fp32 over the units of ``table`` ``[n, w]``; lengths count from
-        its first column. Returns out ``[n, H, latent]`` and lse ``[n, H]`` in fp32."""
+    def _part(
+        self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, seen: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Scaled q ``[n, H, D]`` fp32 over the units of ``table`` ``[n, w]``; lengths and ``seen
+        [n, 1 or H]`` count from its first column. Returns out ``[n, H, latent]`` and lse
+        ``[n, H]`` in fp32."""
         unit, columns = k.shape[2], torch.arange(table.shape[1], device=table.device)
         # Columns behind the used ones may hold anything: read unit 0 there, and ignore it below.
         ids = table.where(columns * unit < lengths[:, None], 0)
@@ -149,5 +173,5 @@ class Attend:
         live = (token < lengths[:, None])[..., None]
         rows = decode_fp8(rows, torch.float32) if self.shape.packed else rows.float()
         rows = rows.masked_fill(~live, 0)
-        logits = (q @ rows.mT).masked_fill(~live.mT, -torch.inf)
+        logits = (q @ rows.mT).masked_fill(token >= seen[..., None], -torch.inf)
         return reference.softmax_times(logits, rows[..., : self.shape.latent])
