@@ -54,9 +54,9 @@ def test_empty_lanes_and_the_layout_of_the_lse(device, copy, heads, dim):
             lse[lane, 0], given_lse[lane] if full else torch.full_like(lse[lane, 0], -math.inf)
         )
     assert wide[..., dim:].isnan().all(), "wrote beside its rows"
-    same = reference.finish(given_out[:, 0], given_lse, lengths)
-    assert torch.equal(out[:, 0], same[0])
-    assert torch.equal(lse[:, 0], same[1])
+    same = reference.finish(given_out, given_lse[:, None], lengths)
+    assert torch.equal(out, same[0])
+    assert torch.equal(lse, same[1])
 
 
 @ON
@@ -82,9 +82,64 @@ def test_results_of_lanes_go_to_their_rows(device, copy):
         BLOCK_D=dim,
         BLOCK_H=8,
     )
-    want, log = reference.finish(given_out[:, 0], given_lse, lengths)
+    want, log = reference.finish(given_out, given_lse[:, None], lengths)
     assert torch.equal(out, want.view(out.shape))
     assert torch.equal(lse, log.view(lse.shape))
+    assert (wide[:, :, each * heads :] == -77).all()
+    assert (wide_lse[:, :, each * heads :] == -77).all()
+
+
+def test_padding_and_what_sees_nothing_is_empty():
+    """The second lane has fewer tokens than queries: its first query sees none."""
+    out, lse = torch.ones(3, 4, 2, 8), torch.ones(3, 4, 2)
+    lengths, queries = torch.tensor([9, 2, 0]), torch.tensor([4, 3, 2])
+    full = [[True] * 4, [False, True, True, False], [False] * 4]
+    got, log = reference.finish(out, lse, lengths, queries)
+    assert (got == 1).all(-1).all(-1).tolist() == full
+    assert (log == 1).all(-1).tolist() == full
+    assert (log == -math.inf).all(-1).tolist() == [[not each for each in row] for row in full]
+
+
+@ON
+@pytest.mark.parametrize("copy", [True, False])
+def test_several_queries_go_to_their_rows(device, copy):
+    """Results of the library are a packed sequence, its LSE by head."""
+    rows, each, most, heads, dim = 3, 2, 4, 3, 16
+    lanes = rows * each
+    lengths = torch.tensor([3, 0, 1, 9, 2, 0], dtype=torch.int32, device=device)
+    queries = torch.tensor([4, 3, 1], dtype=torch.int32, device=device)
+    given_out = torch.randn(lanes, most, heads, dim, device=device)
+    given_lse = torch.randn(heads, lanes * most, device=device).T.unflatten(0, (lanes, most))
+    wide = torch.full((rows, most, each * heads + 2, dim), -77.0, device=device)
+    wide_lse = torch.full((rows, most, each * heads + 2), -77.0, device=device)
+    out, lse = wide[:, :, : each * heads], wide_lse[:, :, : each * heads]
+
+    def by_row(x):
+        return x.unflatten(0, (rows, each)).transpose(1, 2).flatten(2, 3)
+
+    if not copy:
+        out.copy_(by_row(given_out))
+    given = given_out if copy else out.unflatten(2, (each, heads)).transpose(1, 2).flatten(0, 1)
+    kernels.finish_kernel[(lanes * most, 1)](
+        *(given, given_lse, lengths, out, lse, heads),
+        *(given.stride(0), given.stride(2), given_lse.stride(0), given_lse.stride(2)),
+        *(out.stride(0), out.stride(2), lse.stride(0), lse.stride(2)),
+        COPY=copy,
+        LANES=each,
+        DIM=dim,
+        BLOCK_D=dim,
+        BLOCK_H=8,
+        QUERIES=most,
+        p_queries=queries,
+        s_from_query=given.stride(1),
+        s_from_lse_query=given_lse.stride(1),
+        s_out_query=out.stride(1),
+        s_lse_query=lse.stride(1),
+    )
+    counts = queries.repeat_interleave(each)
+    want, log = reference.finish(given_out, given_lse, lengths, counts)
+    assert torch.equal(out, by_row(want))
+    assert torch.equal(lse, by_row(log))
     assert (wide[:, :, each * heads :] == -77).all()
     assert (wide_lse[:, :, each * heads :] == -77).all()
 

@@ -5,6 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from plugins.flash_attention.tests.gpu_cases import (
+    EACH,
+    LIBRARIES,
+    MARKS,
+    SCALE,
+    check_latent,
+    grouped,
+    latent,
+    latent_case,
+    ragged,
+    results,
+)
 from topkv.hooks.backend import BackendSetup
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flash_attention import backend as module
@@ -16,60 +28,7 @@ from topkv_testing.oracle import attention
 from topkv_testing.strategies import Geometry
 from topkv_testing.tolerance import assert_as_good
 
-CUDA = torch.cuda.is_available()
-FOUND = list(providers.BUILDS.look()) if CUDA else []
-LIBRARIES = {place: library for place, library, _ in FOUND if library}
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not CUDA, reason="needs a CUDA device"),
-    pytest.mark.skipif(
-        CUDA and not LIBRARIES, reason="; ".join(f"{place}: {why}" for place, _, why in FOUND)
-    ),
-]
-EACH = pytest.mark.parametrize("place", list(LIBRARIES) or ["none"])
-SCALE = 576**-0.5
-
-
-def made(place, model, group, lanes):
-    """The backend with this very library; skips where that does not take the shapes."""
-    library = LIBRARIES[place]
-    refusals = library.refusals(model, group, torch.cuda.get_device_capability())
-    if refusals:
-        pytest.skip("; ".join(refusals))
-    setup = BackendSetup(model, group, torch.device("cuda"), lanes, model.group_size)
-    instance = FlashAttention(setup)
-    instance.library = library
-    return instance
-
-
-def grouped(place, geometry, batch, **more):
-    """A backend for a geometry of the kit, and of a model with ``more``."""
-    g = geometry
-    heads = g.kv_heads * g.group
-    scale = more.pop("scale", 0.75 * g.dim**-0.5)
-    model = ModelShape(1, heads, g.kv_heads, g.dim, g.dtype, scale, **more)
-    group = GroupShape(
-        *((0,), g.unit, g.lane_heads, g.kv_heads // g.lane_heads, g.dim, g.dtype),
-        *(g.page_tokens, batch, 2**20, 8, 8, 2),
-    )
-    return made(place, model, group, batch), model
-
-
-def latent(place, heads, unit=1, lanes=4, dtype=torch.bfloat16):
-    model = ModelShape(1, heads, 1, 576, dtype, SCALE, "mla", 512)
-    group = GroupShape(*((0,), unit, 1, 1, 576, dtype, 64, lanes, 4096, 64, 128, 4), planes=1)
-    return made(place, model, group, lanes)
-
-
-def results(lanes, heads, dim, dtype=torch.bfloat16):
-    out = torch.full((lanes, 1, heads, dim), torch.nan, dtype=dtype, device="cuda")
-    return out, torch.full((lanes, 1, heads), torch.nan, device="cuda")
-
-
-def ragged(unit, lanes):
-    """Lengths: none, one token, partial last units, whole ones, many."""
-    some = (0, 1, unit, 2 * unit + unit // 2 + 1, 3000, 7 * unit, max(1, unit - 1), 999)
-    return tuple(some[lane % len(some)] for lane in range(lanes))
+pytestmark = MARKS
 
 
 @EACH
@@ -101,7 +60,7 @@ def test_capped_logits(place, softcap, scale, dim):
     """Plain logits would reach hundreds where the scale is 20; dim 256 and 50 are Gemma 2's."""
     geometry = Geometry(2, 4, dim, 16, 1, "shared", torch.bfloat16)
     more = {"scale": scale, "softcap": softcap}
-    instance, _ = grouped(place, geometry, 1, **more)
+    instance, _ = grouped(place, geometry, 1, 4, **more)
     draw = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
         torch.randn(rows, heads, dim, generator=draw, device="cuda", dtype=torch.bfloat16)
@@ -125,11 +84,15 @@ def test_capped_logits(place, softcap, scale, dim):
         pools.append(pool)
     table = place_of.int()[None].cuda()
     lengths = torch.tensor([500], dtype=torch.int32, device="cuda")
-    out, lse = results(1, 8, dim)
-    instance.attend(q[:1][None], *pools, Tables(table, lengths), out, lse)
-    want, log = attention(q[:1].cpu(), k.cpu(), v.cpu(), scale, softcap=softcap)
-    assert (out[0].cpu().double() - want).norm() <= 0.01 * want.norm()
-    torch.testing.assert_close(lse[0].cpu().double(), log, rtol=1e-3, atol=1e-3)
+    for most in (1, 4):
+        out, lse = results(1, 8, dim, most=most)
+        queries = torch.tensor([most], dtype=torch.int32, device="cuda") if most > 1 else None
+        tables = Tables(table, lengths, queries=queries)
+        instance.attend(q[:most][None], *pools, tables, out, lse)
+        seen = torch.arange(500) <= torch.arange(500 - most, 500)[:, None]
+        want, log = attention(q[:most].cpu(), k.cpu(), v.cpu(), scale, seen, softcap)
+        assert (out[0].cpu().double() - want).norm() <= 0.01 * want.norm()
+        torch.testing.assert_close(lse[0].cpu().double(), log, rtol=1e-3, atol=1e-3)
 
 
 @EACH
@@ -152,35 +115,6 @@ def test_bounded_splits(place, share, monkeypatch):
     inputs = AttendCase(geometry, (5000, 77)).make()
     assert module._most_splits(2 * 8 * 128, 5008) in (1, 32)
     inputs.expected(model.scale).check(*inputs.attend(instance, "cuda"))
-
-
-def latent_case(heads, unit, lengths, seed=0, dtype=torch.bfloat16):
-    """Rows in random slots, NaN where nothing is listed or behind a length; -1 in the table."""
-    generator = torch.Generator().manual_seed(seed)
-    used = [-(-length // unit) for length in lengths]
-    stored = torch.full((sum(used) + 5, 1, unit, 576), torch.nan, dtype=dtype)
-    table = torch.full((len(lengths), max(65, *used)), -1, dtype=torch.int32)
-    order = torch.randperm(len(stored), generator=generator).int()
-    for lane, (length, units) in enumerate(zip(lengths, used, strict=True)):
-        mine, order = order[:units], order[units:]
-        table[lane, :units] = mine
-        fresh = torch.full((units * unit, 576), torch.nan)
-        fresh[:length] = torch.randn(length, 576, generator=generator)
-        stored[mine.long()] = fresh.view(units, 1, unit, 576).to(dtype)
-    q = torch.randn(len(lengths), 1, heads, 576, generator=generator).to(dtype)
-    return q, stored, table
-
-
-def check_latent(q, stored, table, lengths, unit, out, lse):
-    for lane, length in enumerate(lengths):
-        if length == 0:
-            assert (out[lane] == 0).all()
-            assert (lse[lane] == -torch.inf).all()
-            continue
-        units = table[lane, : -(-length // unit)].long()
-        rows = stored[units].transpose(1, 2).flatten(0, 1)[:length]
-        expected = expect(q[lane], rows, rows[..., :512], SCALE)
-        expected.check(out[lane].cpu(), lse[lane].cpu())
 
 
 @EACH

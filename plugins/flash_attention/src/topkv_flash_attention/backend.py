@@ -1,10 +1,10 @@
 """The backend: FlashAttention's kernels in place over units that are scattered in a buffer.
 
-A unit is a page of the library, and a lane a sequence of one query: where each kv-head selects for
+A unit is a page of the library, and a lane a sequence of Q queries: where each kv-head selects for
 itself it has lanes of its own, so page tables need nothing further. A step is one call of the
 library, which writes the output where the caller wants it, and one small kernel behind it. Only
-where a row has several lanes and rows are further apart than their heads, no view shows rows as
-lanes: queries are then copied first, and outputs by the kernel behind.
+where a row has several lanes, and several queries or heads that are further apart than others, no
+view shows rows as lanes: queries are then copied first, and outputs by the kernel behind.
 
 Scheduler metadata (how many parts each sequence is cut into) depends on the lengths, and each
 layer selects for itself; no hook says when lengths are those of the layer before. So it is left
@@ -18,11 +18,12 @@ import triton
 from torch import Tensor
 
 from topkv import hookimpl
+from topkv.errors import CapabilityError
 from topkv.hooks.backend import BackendSetup
 from topkv.types import LayerView, Plan, Tables
 from topkv_authoring.page_table import adapt_page_table
 from topkv_flash_attention import kernels, providers, reference
-from topkv_flash_attention.hopper import LATENT, Query
+from topkv_flash_attention.hopper import LATENT, Counts, Query
 
 BLOCK_HEADS = 8
 """Heads of a program of the kernel that follows the library's."""
@@ -58,8 +59,12 @@ class FlashAttention:
         self.model, self.group = model, group
         self.latent = model.attention == "mla"
         self.logits = (model.scale, model.softcap or 0.0)
-        lanes = setup.max_batch * group.lane_heads
+        lanes, most = setup.max_batch * group.lane_heads, setup.max_queries
         self.zeros = torch.zeros(lanes, dtype=torch.int32, device=device)
+        self.queries = torch.zeros_like(self.zeros)
+        self.starts = torch.arange(lanes + 1, dtype=torch.int32, device=device) * torch.arange(
+            most + 1, dtype=torch.int32, device=device
+        ).unsqueeze(1)
 
     @hookimpl
     def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
@@ -72,12 +77,18 @@ class FlashAttention:
     ) -> None:
         """See ``topkv.hooks.backend.Backend.attend``.
 
-        Copies queries and outputs where a row has several lanes and rows are apart.
+        Copies queries and outputs where no view shows rows as lanes.
 
         Raises:
+            CapabilityError: more queries of a row than ``max_queries`` allows.
             ValueError: more lanes than ``max_batch`` allows.
         """
         lanes = len(tables.table)
+        if q.shape[1] >= len(self.starts):
+            raise CapabilityError(
+                f"flash_attention: attend was made for {len(self.starts) - 1} queries a row",
+                [f"got q {list(q.shape)}, [B, Q, H, D]; raise max_queries when you make it"],
+            )
         if lanes > len(self.zeros):
             raise ValueError(
                 f"flash_attention: {lanes} lanes, and {len(self.zeros)} were announced; "
@@ -98,19 +109,28 @@ class FlashAttention:
     ) -> None:
         table, lengths = tables.table, tables.lengths
         lanes, dim = len(table), out.shape[-1]
-        each = lanes // len(out)
+        each, queries = lanes // len(out), out.shape[1]
         heads = out.shape[2] // each
         splits = _most_splits(out.numel(), table.shape[1] * k.shape[2])
-        query, keys, values = self.parts(q.reshape(lanes, 1, heads, -1), k, v)
-        apart = each > 1 and not out.is_contiguous()
-        shape = (lanes, 1, heads, dim)
+        counts = None if tables.queries is None else self._counts(tables.queries, queries, each)
+        query, keys, values = self.parts(_by_lane(q, each), k, v)
+        shape = (lanes, queries, heads, dim)
+        if counts is None:
+            apart = each > 1 and not out.is_contiguous()
+        else:
+            apart = each > 1 or out.stride(0) != queries * out.stride(1)
         target = out.new_empty(shape) if apart else out.view(shape)
         result, log = self.library.attend(
-            *(query, keys, values, table, lengths, *self.logits, splits, zeros, target)
+            *(query, keys, values, table, lengths, *self.logits, splits, zeros, target, counts)
         )
-        kernels.finish_kernel[(lanes, triton.cdiv(heads, BLOCK_HEADS))](
+        several = {} if counts is None else {
+            "QUERIES": queries, "p_queries": tables.queries, "s_from_query": result.stride(1),
+            "s_from_lse_query": log.stride(1), "s_out_query": out.stride(1),
+            "s_lse_query": lse.stride(1),
+        }  # fmt: skip
+        kernels.finish_kernel[(lanes * queries, triton.cdiv(heads, BLOCK_HEADS))](
             *(result, log, lengths, out, lse, heads),
-            *(result.stride(0), result.stride(2), *log.stride()),
+            *(result.stride(0), result.stride(2), log.stride(0), log.stride(2)),
             *(out.stride(0), out.stride(2), lse.stride(0), lse.stride(2)),
             COPY=result.data_ptr() != out.data_ptr(),
             LANES=each,
@@ -118,7 +138,16 @@ class FlashAttention:
             BLOCK_D=triton.next_power_of_2(dim),
             BLOCK_H=BLOCK_HEADS,
             num_warps=4,
+            **several,
         )
+
+    def _counts(self, queries: Tensor, most: int, each: int) -> Counts:
+        """Queries of each lane, of rows with ``most`` of them and ``each`` lanes."""
+        lanes = len(queries) * each
+        if each > 1:  # the library takes adjacent ones alone
+            self.queries[:lanes].view(-1, each).copy_(queries[:, None])
+            queries = self.queries[:lanes]
+        return Counts(queries, self.starts[most, : lanes + 1])
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Query, Tensor, Tensor]:
         """Latent rows are ``[latent | rope]``: the latent part is their value and meets q too."""
@@ -171,6 +200,16 @@ class FlashAttention:
                 *(torch.zeros_like(lengths), result, lse[part][:, None]),
             )
             out[part] = result[:, 0]
+
+
+def _by_lane(q: Tensor, each: int) -> Tensor:
+    """Queries ``[B, Q, H, D]`` as ``[N, Q, heads, D]``, in tokens of one stride if Q is not 1."""
+    rows, queries, heads, dim = q.shape
+    if queries == 1:
+        return q.reshape(rows * each, 1, heads // each, dim)
+    if each > 1:
+        q = q.unflatten(2, (each, -1)).transpose(1, 2).flatten(0, 1)
+    return q.reshape(-1, *q.shape[2:]).unflatten(0, (-1, queries))
 
 
 def _most_splits(outputs: int, tokens: int) -> int:

@@ -38,7 +38,10 @@ SETTLED: Mapping[str, Any] = {
 """Values of the operator's arguments unless a call gives others."""
 
 GIVEN = ("q", "k", "v", "seqused_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
-NEEDED = (*GIVEN, "q_v", "out", "page_table", "leftpad_k", "is_causal", "num_splits", "softcap")
+NEEDED = (
+    *(*GIVEN, "q_v", "out", "page_table", "leftpad_k", "is_causal", "num_splits", "softcap"),
+    *("cu_seqlens_q", "seqused_q"),
+)
 
 
 @frozen
@@ -47,6 +50,19 @@ class Query:
 
     main: Tensor
     latent: Tensor | None = None
+
+
+@frozen
+class Counts:
+    """Numbers of queries, where lanes have several.
+
+    Attributes:
+        queries: int32 ``[N]``, those of each lane that are no padding.
+        starts: int32 ``[N + 1]``, ``0, Q, 2 * Q, ..``: where the queries of each lane begin.
+    """
+
+    queries: Tensor
+    starts: Tensor
 
 
 @frozen
@@ -117,33 +133,46 @@ class FlashAttention3:
         splits: int,
         zeros: Tensor,
         out: Tensor,
+        counts: Counts | None = None,
     ) -> Result:
         """Decode attention: keys, values and tables as in the hook.
 
+        The causal mask is aligned to the bottom right corner: the last of a lane's queries sees
+        its last token. Where a lane has several queries they are a packed sequence with room for
+        Q, of which the library is handed how many there are. It takes that of a batch of lanes,
+        ``[N, Q, ..]``, too, but would then merge the parts of lane 0 for all of them.
+
         Args:
-            q: parts of ``[N, 1, heads of a lane, D]``, lanes at any stride.
+            q: parts of ``[N, Q, heads of a lane, D]``, lanes at any stride, and tokens of all
+                lanes at one stride where Q is larger than 1.
             softcap: see ``ModelShape.softcap``; 0 for plain logits, as in ``chunk``.
             splits: most parts that the tokens of a lane are cut into; 0 leaves it to the library.
             zeros: int32 ``[N]`` of 0.
-            out: ``[N, 1, heads, Dv]`` to write to, where the library can; at any stride too.
+            out: ``[N, Q, heads, Dv]`` to write to, where the library can; at such strides too.
+            counts: of the queries; None where Q is 1.
 
         Returns:
-            ``[N, 1, heads, Dv]``, ``out`` itself where it can, and the fp32 ``[N, heads]``
-            natural log-sum-exp. Of lanes without tokens both are anything.
+            ``[N, Q, heads, Dv]``, ``out`` itself where it can, and the fp32 ``[N, Q, heads]``
+            natural log-sum-exp. Of queries that see no token, and of padding, both are anything.
         """
-        unit, group = k.shape[2], q.main.shape[2] // k.shape[1]
-        # Pages of a multiple of 64 tokens would come by TMA where more than 64 rows share them.
-        # TMA brings what is behind the length as well, and 0 times NaN is NaN. An operator that
-        # is given left padding, of 0 here, copies row by row and fills with 0.
-        pad = zeros if unit % 64 == 0 and group > 64 else None
+        lanes, queries, heads, _ = q.main.shape
+        unit, group = k.shape[2], queries * heads // k.shape[1]
+        # Pages of a multiple of 64 tokens, or of 80 under a causal mask, would come by TMA where
+        # more than 64 rows share them. TMA brings what is behind the length as well, and 0 times
+        # NaN is NaN. An operator that is given left padding, of 0 here, copies row by row and
+        # fills with 0.
+        pad = zeros if group > 64 and (unit % 64 == 0 or counts is not None) else None
+        packed: dict[str, Any] = {"q": q.main, "q_v": q.latent, "out": out}
+        if counts is not None:
+            packed = {n: None if x is None else x.flatten(0, 1) for n, x in packed.items()}
+            packed |= {"cu_seqlens_q": counts.starts, "seqused_q": counts.queries}
         result = self.call(
-            q=q.main,
+            **packed,
             k=k.transpose(1, 2),
             v=v.transpose(1, 2),
-            q_v=q.latent,
-            out=out,
+            is_causal=counts is not None,
             seqused_k=lengths,
-            max_seqlen_q=1,
+            max_seqlen_q=queries,
             max_seqlen_k=table.shape[1] * unit,
             page_table=table,
             leftpad_k=pad,
@@ -151,7 +180,10 @@ class FlashAttention3:
             softcap=softcap,
             num_splits=splits,
         )
-        return result[0], result[1][:, :, 0]
+        if counts is None:
+            return result[0], result[1].mT
+        shape = (lanes, queries)
+        return result[0].unflatten(0, shape), result[1].T.unflatten(0, shape)
 
     def chunk(
         self, q: Query, k: Tensor, v: Tensor, scale: float, softcap: float, causal: bool

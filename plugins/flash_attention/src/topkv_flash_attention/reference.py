@@ -9,9 +9,19 @@ Span = tuple[slice, int, bool]
 """Rows of a chunk, how many of the keys they see at most, and whether causally."""
 
 
-def finish(out: Tensor, lse: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """``[N, heads, D]`` and ``[N, heads]``, 0 and -inf where a lane has no tokens."""
-    full = (lengths > 0)[:, None]
+def finish(
+    out: Tensor, lse: Tensor, lengths: Tensor, queries: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``[N, Q, heads, D]`` and ``[N, Q, heads]``, 0 and -inf where a query sees no tokens.
+
+    Args:
+        out, lse: of the library.
+        lengths: int32 ``[N]`` tokens.
+        queries: int32 ``[N]`` of each lane, the others padding; None where Q is 1.
+    """
+    nth, queries = torch.arange(out.shape[1], device=out.device), 1 if queries is None else queries
+    count = torch.as_tensor(queries, device=out.device).expand(len(out))[:, None]
+    full = ((nth < count) & (lengths[:, None] - (count - 1 - nth) > 0))[..., None]
     return torch.where(full[..., None], out, 0.0), torch.where(full, lse, -torch.inf)
 
 
