@@ -30,9 +30,10 @@ def shapes(
     return model, group
 
 
-def setup_of(heads: int, lanes: int, device: str) -> BackendSetup:
-    """Setup that a backend for resident layers is made with."""
-    return BackendSetup(*shapes(heads, lanes), torch.device(device), lanes, heads)
+def setup_of(heads: int, lanes: int, device: str, most: int = 1) -> BackendSetup:
+    """Setup that a backend for resident layers is made with, for ``most`` queries a row."""
+    sizes = (torch.device(device), lanes, heads)
+    return BackendSetup(*shapes(heads, lanes), *sizes, max_queries=most)
 
 
 @frozen(eq=False)
@@ -40,11 +41,12 @@ class PageCase:
     """Inputs of one ``attend``. NaN wherever no lane has a token, page 0 included.
 
     Attributes:
-        q: bfloat16 ``[lanes, 1, heads, 576]``.
+        q: bfloat16 ``[lanes, Q, heads, 576]``, NaN where a query is padding.
         pool: bfloat16 ``[pages, 1, 64, 576]``.
         table: int32 ``[lanes, width]``, 0 behind the last page of a lane.
         lengths: int32 ``[lanes]``.
         tokens: of each lane, ``[length, 1, 576]``, made before there were pages.
+        queries: int32 ``[lanes]``, those that are no padding; None where Q is 1.
     """
 
     q: Tensor
@@ -52,10 +54,18 @@ class PageCase:
     table: Tensor
     lengths: Tensor
     tokens: tuple[Tensor, ...]
+    queries: Tensor | None = None
 
     @classmethod
     def make(
-        cls, heads: int, lengths: Sequence[int], width: int, pages: int, seed: int = 0
+        cls,
+        heads: int,
+        lengths: Sequence[int],
+        width: int,
+        pages: int,
+        seed: int = 0,
+        queries: Sequence[int] = (),
+        most: int = 1,
     ) -> PageCase:
         """Random tokens in random pages. ``pages`` counts page 0, which is never used."""
         generator = torch.Generator().manual_seed(seed)
@@ -72,8 +82,12 @@ class PageCase:
             for column, part in enumerate(tokens[-1].split(PAGE) if length else ()):
                 table[lane, column] = page = free.pop()
                 pool[page, 0, : len(part)] = part[:, 0]
-        q = normal(len(lengths), 1, heads, DIM)
-        return cls(q, pool, table, torch.tensor(lengths, dtype=torch.int32), tuple(tokens))
+        q = normal(len(lengths), most, heads, DIM)
+        for lane, count in enumerate(queries):
+            q[lane, count:] = torch.nan
+        sizes = torch.tensor(lengths, dtype=torch.int32)
+        counts = torch.tensor(queries, dtype=torch.int32) if queries else None
+        return cls(q, pool, table, sizes, tuple(tokens), counts)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,22 +96,27 @@ class PageCase:
 
     def results(self, device: str) -> tuple[Tensor, Tensor]:
         """Memory for ``out`` and ``lse``, full of NaN."""
-        lanes, _, heads, _ = self.q.shape
-        out = torch.full((lanes, 1, heads, LATENT), torch.nan, dtype=torch.bfloat16, device=device)
-        return out, torch.full((lanes, 1, heads), torch.nan, device=device)
+        shape = (*self.q.shape[:3], LATENT)
+        out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
+        return out, torch.full(shape[:3], torch.nan, device=device)
 
     def check(self, out: Tensor, lse: Tensor) -> None:
         """Compare with float64 attention over the tokens of each lane."""
         out, lse = out.cpu(), lse.cpu()
-        for lane, rows in enumerate(self.tokens):
-            if not len(rows):
-                assert (out[lane] == 0).all(), f"lane {lane} is empty, and its output is not 0"
-                assert (lse[lane] == -torch.inf).all(), f"lane {lane} is empty"
-                continue
-            q = self.q[lane]
-            want, log = attention(q, rows, rows[..., :LATENT], SCALE)
-            assert_as_good(out[lane], want, _rough(q, rows), what=f"lane {lane}")
-            torch.testing.assert_close(lse[lane].double(), log, rtol=1e-4, atol=2e-3)
+        for lane, tokens in enumerate(self.tokens):
+            count = 1 if self.queries is None else int(self.queries[lane])
+            for nth in range(self.q.shape[1]):
+                rows, what = tokens, f"lane {lane}, query {nth}"
+                rows = rows[: max(len(rows) - (count - 1 - nth), 0) if nth < count else 0]
+                here = slice(nth, nth + 1)
+                mine, norm, q = out[lane, here], lse[lane, here], self.q[lane, here]
+                if not len(rows):
+                    assert (mine == 0).all(), f"{what} sees nothing, and its output is not 0"
+                    assert (norm == -torch.inf).all(), f"{what} sees nothing"
+                    continue
+                want, log = attention(q, rows, rows[..., :LATENT], SCALE)
+                assert_as_good(mine, want, _rough(q, rows), what=what)
+                torch.testing.assert_close(norm.double(), log, rtol=1e-4, atol=2e-3)
 
 
 def _rough(q: Tensor, rows: Tensor) -> Tensor:

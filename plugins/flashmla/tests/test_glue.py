@@ -20,6 +20,31 @@ MARKS = [pytest.mark.gpu] if CUDA else []
 ON = pytest.mark.parametrize("device", [pytest.param(DEVICE, marks=MARKS)])
 
 
+def test_a_query_sees_all_but_the_tokens_behind_it():
+    seen = reference.seen(torch.tensor([9, 2, 0]), torch.tensor([3, 4, 1]), 4)
+    assert seen.tolist() == [[7, 8, 9, 0], [0, 0, 1, 2], [0, 0, 0, 0]]
+
+
+def test_queries_move_behind_their_padding():
+    q = torch.arange(1.0, 9.0).view(2, 4, 1, 1)
+    moved = reference.shifted(q, torch.tensor([3, 1]))
+    assert moved.flatten(1).tolist() == [[0, 1, 2, 3], [0, 0, 0, 5]]
+
+
+@ON
+def test_the_kernel_moves_the_same_queries(device):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(3, 5, 9, 72, generator=generator).bfloat16().to(device)
+    q, queries = wide[:, :4, :5, :70], torch.tensor([4, 1, 3], dtype=torch.int32, device=device)
+    q[1, 1:], q[2, 3] = torch.nan, torch.nan
+    moved = torch.full((3 * 4 + 1, 5, 70), -77.0, device=device).bfloat16()
+    kernels.shift_kernel[(12, 2)](
+        *(q, queries, moved, 5, *q.stride()[:3]), QUERIES=4, DIM=70, BLOCK_D=128, BLOCK_H=4
+    )
+    assert torch.equal(moved[:12].view(3, 4, 5, 70), reference.shifted(q, queries))
+    assert (moved[12] == -77).all(), "wrote behind the last lane"
+
+
 def test_indices_are_the_rows_of_the_tokens_in_order():
     table = torch.tensor([[5, 2, 0], [7, 0, 0], [9, 9, 9]])
     rows = reference.indices(table, torch.tensor([5, 2, 0]), 2, 7)
@@ -32,9 +57,14 @@ def test_indices_are_the_rows_of_the_tokens_in_order():
 
 @ON
 def test_the_kernel_lists_the_same_rows(device):
-    @given(data=st.data(), unit=st.sampled_from([1, 2, 16]), seed=st.integers(0, 999))
+    @given(
+        data=st.data(),
+        unit=st.sampled_from([1, 2, 16]),
+        most=st.integers(1, 4),
+        seed=st.integers(0, 999),
+    )
     @settings(deadline=None, max_examples=20)
-    def check(data, unit, seed):
+    def check(data, unit, most, seed):
         units, lanes = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
         width = -(-units * unit // 64) * 64
         lengths = torch.tensor(
@@ -42,13 +72,20 @@ def test_the_kernel_lists_the_same_rows(device):
         )
         generator = torch.Generator().manual_seed(seed)
         table = torch.randint(0, 2**26, (lanes, units), generator=generator).int()
-        out = torch.full((lanes, 1, width + 8), -77, dtype=torch.int32, device=device)
-        kernels.indices_kernel[(lanes, -(-width // 64))](
+        rows = lanes * most
+        out = torch.full((rows, 1, width + 8), -77, dtype=torch.int32, device=device)
+        queries = torch.tensor(
+            [data.draw(st.integers(1, most)) for _ in range(lanes)], dtype=torch.int32
+        )
+        kernels.indices_kernel[(rows, -(-width // 64))](
             *(table.to(device), lengths.to(device), out, width, table.stride(0), out.stride(0)),
             UNIT=unit,
             BLOCK=64,
+            QUERIES=most,
+            p_queries=queries.to(device) if most > 1 else None,
         )
-        expected = reference.indices(table, lengths, unit, width)
+        seen = reference.seen(lengths, queries, most).flatten()
+        expected = reference.indices(table.repeat_interleave(most, 0), seen, unit, width)
         assert torch.equal(out[:, 0, :width].cpu(), expected)
         assert (out[:, 0, width:] == -77).all(), "wrote behind its row"
 
@@ -77,6 +114,43 @@ def test_empty_lanes_and_padded_heads(device):
     same_out, same_lse = reference.finish(given_out[:, 0], given_lse, lengths, 5)
     assert torch.equal(out[:, 0], same_out)
     assert torch.equal(lse[:, 0], same_lse)
+
+
+@ON
+@pytest.mark.parametrize("shifted", [False, True])
+def test_padding_and_what_sees_nothing_is_empty(device, shifted):
+    """The second lane has fewer tokens than queries; the LSE comes by head, as the library's."""
+    most, heads = 4, 8
+    lengths = torch.tensor([9, 2, 0], dtype=torch.int32, device=device)
+    queries = torch.tensor([3, 4, 2], dtype=torch.int32, device=device)
+    result = torch.randn(3, most, heads, 16, device=device)
+    log = torch.randn(3, heads, most, device=device).mT
+    given_out, given_log = result, log
+    if shifted:  # as the library gives it
+        back = (torch.arange(most, device=device) - most + queries[:, None]) % most
+        row = torch.arange(3, device=device)[:, None]
+        given_out, given_log = result[row, back], log[row, back].mT.contiguous().mT
+    wide = torch.full((3, most + 1, 7, 16), -77.0, device=device)
+    out, lse = wide[:, :most, :5], torch.full((3, most, 5), torch.nan, device=device)
+    kernels.finish_kernel[(3 * most, 2)](
+        *(given_out, given_log, lengths, out, lse, 5),
+        *(given_out.stride(0), given_out.stride(2), given_log.stride(0), given_log.stride(2)),
+        *(out.stride(0), out.stride(2)),
+        BLOCK_H=4,
+        DIM=16,
+        QUERIES=most,
+        SHIFTED=shifted,
+        p_queries=queries,
+        s_from_query=given_out.stride(1),
+        s_lse_query=given_log.stride(1),
+        s_out_query=out.stride(1),
+    )
+    seen = reference.seen(lengths, queries, most).flatten()
+    want, norm = reference.finish(result.flatten(0, 1), log.flatten(0, 1), seen, 5)
+    assert torch.equal(out.flatten(0, 1), want)
+    assert torch.equal(lse.flatten(0, 1), norm)
+    assert (wide[:, most] == -77).all()
+    assert (wide[:, :, 5:] == -77).all()
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from attrs import evolve
 
 from topkv.hooks.backend import BackendSetup
-from topkv.types import GroupShape, ModelShape, Tables
+from topkv.types import GroupShape, ModelShape, Tables, newest_units
 from topkv_authoring.latent_fp8 import decode_fp8, encode_fp8
 from topkv_flashmla import providers
 from topkv_testing.backend.plans import StepInputs
@@ -25,7 +27,7 @@ if torch.cuda.is_available():
 SCALE = 576**-0.5
 
 
-def backend(heads, kv_format, select, unit=1, lanes=4):
+def backend(heads, kv_format, select, unit=1, lanes=4, most=1):
     from topkv_flashmla.backend import FlashMLA
 
     model = ModelShape(1, heads, 1, 576, torch.bfloat16, SCALE, "mla", 512)
@@ -33,17 +35,19 @@ def backend(heads, kv_format, select, unit=1, lanes=4):
     group = GroupShape(
         *((0,), unit, 1, 1, dim, dtype, 64, lanes, 4096, select, 2 * select, 32), planes=1
     )
-    return FlashMLA(BackendSetup(model, group, torch.device("cuda"), lanes, heads)), group
+    sizes = (torch.device("cuda"), lanes, heads)
+    return FlashMLA(BackendSetup(model, group, *sizes, max_queries=most)), group
 
 
-def case(heads, kv_format, group, lengths, seed=0):
+def case(heads, kv_format, group, lengths, seed=0, most=1):
     """Slots of random rows, NaN where nothing is listed; a table in random order."""
     generator = torch.Generator().manual_seed(seed)
     slots = len(lengths) * group.slots
     rows = torch.randn(slots, 1, group.unit, 576, generator=generator).to(torch.bfloat16)
     stored = encode_fp8(rows) if kv_format == "fp8" else rows.clone()
     true = decode_fp8(stored, torch.float64) if kv_format == "fp8" else rows.double()
-    table = torch.zeros(len(lengths), group.select + 1, dtype=torch.int32)
+    columns = group.select + newest_units(most, group.unit)
+    table = torch.zeros(len(lengths), columns, dtype=torch.int32)
     used = torch.zeros(slots, dtype=torch.bool)
     for lane, length in enumerate(lengths):
         units = -(-length // group.unit)
@@ -51,17 +55,18 @@ def case(heads, kv_format, group, lengths, seed=0):
         table[lane, :units] = order.int()
         used[order] = True
     stored[~used] = 0xFF if kv_format == "fp8" else torch.nan
-    q = torch.randn(len(lengths), 1, heads, 576, generator=generator).to(torch.bfloat16)
+    q = torch.randn(len(lengths), most, heads, 576, generator=generator).to(torch.bfloat16)
     return q, stored, true, table
 
 
-def run(made, q, stored, table, lengths, out, lse):
-    made.attend(q, stored, stored, Tables(table, lengths), out, lse)
+def run(made, q, stored, table, lengths, out, lse, queries=None):
+    made.attend(q, stored, stored, Tables(table, lengths, queries=queries), out, lse)
 
 
-def poisoned(lanes, heads):
-    out = torch.full((lanes, 1, heads, 512), torch.nan, dtype=torch.bfloat16, device="cuda")
-    return out, torch.full((lanes, 1, heads), torch.nan, device="cuda")
+def poisoned(lanes, heads, most=1):
+    shape = (lanes, most, heads, 512)
+    out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+    return out, torch.full(shape[:3], torch.nan, device="cuda")
 
 
 def rough(q, rows):
@@ -71,17 +76,21 @@ def rough(q, rows):
     return (weights @ rows[:, :512])[None].bfloat16()
 
 
-def check(q, true, table, lengths, unit, out, lse):
-    for lane, length in enumerate(lengths):
-        if length == 0:
-            assert (out[lane] == 0).all()
-            assert (lse[lane] == -torch.inf).all()
+def check(q, true, table, lengths, unit, out, lse, queries=None):
+    for lane, nth in product(range(len(lengths)), range(q.shape[1])):
+        count, here = queries[lane] if queries else 1, slice(nth, nth + 1)
+        length = lengths[lane] - (count - 1 - nth) if nth < count else 0
+        if length <= 0:
+            assert (out[lane, nth] == 0).all()
+            assert (lse[lane, nth] == -torch.inf).all()
             continue
         units = table[lane, : -(-length // unit)].long()
         rows = true[units].transpose(1, 2).flatten(0, 1)[:length]
-        want, log = attention(q[lane].double(), rows, rows[..., :512], SCALE)
-        assert_as_good(out[lane].cpu(), want, rough(q[lane], rows), what=f"lane {lane}")
-        torch.testing.assert_close(lse[lane].cpu().double(), log, rtol=1e-4, atol=2e-3)
+        query = q[lane, here]
+        want, log = attention(query.double(), rows, rows[..., :512], SCALE)
+        what = f"lane {lane}, query {nth}"
+        assert_as_good(out[lane, here].cpu(), want, rough(query, rows), what=what)
+        torch.testing.assert_close(lse[lane, here].cpu().double(), log, rtol=1e-4, atol=2e-3)
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "model"])
@@ -97,6 +106,39 @@ def test_decode_over_scattered_rows(kv_format, heads, unit):
         *(torch.tensor(lengths, dtype=torch.int32, device="cuda"), out, lse),
     )
     check(q, true, table, lengths, unit, out, lse)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "model"])
+@pytest.mark.parametrize("heads", [128, 64, 5])
+@pytest.mark.parametrize("unit", [1, 16])
+@pytest.mark.parametrize("most", [2, 8])
+def test_several_queries_over_scattered_rows(kv_format, heads, unit, most):
+    """One instance for calls of one query and of several; a lane has fewer tokens than queries."""
+    made, group = backend(heads, kv_format, 512 // unit, unit, most=most)
+    lengths, queries = [512, 3, 0, 400], [1, most, 2, most - 1]
+    q, stored, true, table = case(heads, kv_format, group, lengths, most=most)
+    for lane, count in enumerate(queries):
+        q[lane, count:] = torch.nan
+    where = [x.cuda() for x in (q, stored, table, torch.tensor(lengths, dtype=torch.int32))]
+    numbers = torch.tensor(queries, dtype=torch.int32, device="cuda")
+    single, log = poisoned(4, heads)  # as many queries as two rows with two of them have
+    alone = [where[0][:, :1].contiguous(), where[1], where[2][:, : group.select + 1], where[3]]
+    run(made, *alone, single, log)
+    check(q[:, :1], true, table, lengths, unit, single, log)
+    two = [x if at == 1 else x[:2] for at, x in enumerate(where)]
+    out, lse = poisoned(2, heads, most)
+    run(made, *two, out, lse, numbers[:2])
+    check(q[:2].nan_to_num(), true, table, lengths[:2], unit, out, lse, queries)
+    out, lse = poisoned(4, heads, most)
+    run(made, *where, out, lse, numbers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(made, *where, out, lse, numbers)
+    where[0].copy_(q.nan_to_num())
+    for counts in (queries, [most, 1, 1, 1]):
+        numbers.copy_(torch.tensor(counts))
+        graph.replay()
+        check(q.nan_to_num(), true, table, lengths, unit, out, lse, counts)
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "model"])

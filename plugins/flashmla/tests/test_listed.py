@@ -7,6 +7,7 @@ it refuses, and attends in float64 to the rows that the indices name.
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 ON = pytest.mark.parametrize(
     "device", [pytest.param(DEVICE, marks=[pytest.mark.gpu] if CUDA else [])]
 )
-HEADS, SELECT, BUFFER, RING, REQUESTS, SCALE = 3, 5, 8, 2, 4, 0.03
+HEADS, SELECT, BUFFER, RING, REQUESTS, SCALE, MOST = 3, 5, 8, 4, 4, 0.03, 4
 
 
 def sparse(q, rows, indices, scale):
@@ -64,15 +65,17 @@ def make(monkeypatch):
     monkeypatch.setattr(backend, "refusals", lambda _: [])
     model = ModelShape(1, HEADS, 1, 576, torch.bfloat16, SCALE, "mla", 512)
     return lambda unit, device: backend.FlashMLA(
-        BackendSetup(model, group_of(unit), torch.device(device), 3, HEADS)
+        BackendSetup(model, group_of(unit), torch.device(device), 3, HEADS, max_queries=MOST)
     )
 
 
 @ON
 @pytest.mark.parametrize("apart", [0, 2])
 @pytest.mark.parametrize("unit", [1, 16])
-def test_rows_of_the_table_are_attended(make, unit, apart, device):
-    """Indices are those written along with the table, or those that ``attend`` makes."""
+@pytest.mark.parametrize("most", [1, MOST])
+def test_rows_of_the_table_are_attended(make, unit, apart, most, device):
+    """Indices are those written along with the table, or those that ``attend`` makes; rows have
+    other numbers of queries."""
     geometry = Geometry(1, HEADS, 576, unit, 1, "shared", torch.bfloat16)
     made, random = make(unit, device), torch.Generator().manual_seed(0)
     slots = REQUESTS * (BUFFER + RING)
@@ -81,31 +84,42 @@ def test_rows_of_the_table_are_attended(make, unit, apart, device):
         lanes = len(requests)
         counts = tuple((seed + 3 * lane) % (SELECT + 1) for lane in range(lanes))
         sizes = (SELECT, BUFFER, RING, REQUESTS)
-        case = AdaptCase(geometry, requests, counts, *sizes, seed=seed)
+        queries = tuple(
+            max(1, min(most, length) - row) for row, (_, length) in enumerate(requests)
+        )
+        case = AdaptCase(
+            *(geometry, requests, counts, *sizes), seed=seed, queries=queries, most=most
+        )
         inputs = StepInputs.empty(group_of(unit), lanes, device)
         case.fill(inputs)
         tables = Tables(
-            torch.full((lanes, SELECT + 1), -7, dtype=torch.int32, device=device),
+            torch.full((lanes, case.width), -7, dtype=torch.int32, device=device),
             torch.full((lanes,), -7, dtype=torch.int32, device=device),
             attached="of the step before",
         )
+        if most > 1:
+            tables.queries = torch.tensor(queries, dtype=torch.int32, device=device)
         made.adapt_page_table(inputs.view, inputs.plan, tables)
         case.check(tables.table, tables.lengths)
-        assert (tables.attached is None) == (unit > 1)
-        wide = torch.randn(lanes, 1, HEADS + apart, 576, generator=random).bfloat16().to(device)
+        assert (tables.attached is None) == (unit > 1 or most > 1)
+        wide = torch.randn(lanes, most, HEADS + apart, 576, generator=random).bfloat16().to(device)
         q, rows = wide[:, :, :HEADS], pool.to(device)
         for given in (tables, evolve(tables, attached=None)):
-            results = torch.full((lanes, 1, HEADS + apart, 512), -77.0, device=device).bfloat16()
-            out, lse = results[:, :, :HEADS], torch.full((lanes, 1, HEADS), -77.0, device=device)
+            shape = (lanes, most, HEADS + apart, 512)
+            results = torch.full(shape, -77.0, device=device).bfloat16()
+            out, lse = results[:, :, :HEADS], torch.full(q.shape[:3], -77.0, device=device)
             made.attend(q, rows, rows, given, out, lse)
             assert (results[:, :, HEADS:] == -77).all(), "wrote between rows"
-            for lane, listed in enumerate(case.lanes()):
+            for (lane, listed), nth in product(enumerate(case.lanes()), range(most)):
                 mine = [pool[slot, 0, :count] for slot, count in listed]
-                if not mine:
-                    assert (out[lane] == 0).all()
-                    assert (lse[lane] == -torch.inf).all()
+                if not mine or nth >= queries[lane]:
+                    assert (out[lane, nth] == 0).all()
+                    assert (lse[lane, nth] == -torch.inf).all()
                     continue
                 keys = torch.cat(mine)[:, None]
-                want, log = attention(q[lane].cpu(), keys, keys[..., :512], SCALE)
-                torch.testing.assert_close(out[lane].cpu(), want.bfloat16(), rtol=0.01, atol=1e-3)
-                torch.testing.assert_close(lse[lane].cpu().double(), log, rtol=1e-5, atol=1e-5)
+                keys = keys[: len(keys) - (queries[lane] - 1 - nth)]
+                query = q[lane, nth][None].cpu()
+                want, log = attention(query, keys, keys[..., :512], SCALE)
+                got, norm = out[lane, nth][None].cpu(), lse[lane, nth][None].cpu().double()
+                torch.testing.assert_close(got, want.bfloat16(), rtol=0.01, atol=1e-3)
+                torch.testing.assert_close(norm, log, rtol=1e-5, atol=1e-5)

@@ -7,6 +7,7 @@ what it refuses, and attends in float64 to the pages that the table names.
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from plugins.flashmla.tests.page_cases import PageCase, setup_of, shapes  # noqa: E402
+from topkv.errors import CapabilityError  # noqa: E402
 from topkv.types import Tables  # noqa: E402
 from topkv_authoring.libraries import Places  # noqa: E402
 from topkv_flashmla import backend, providers  # noqa: E402
@@ -49,16 +51,21 @@ class Holder:
 
 
 def dense_decode(
-    q, cache, table, lengths, value_dim, holder, *, softmax_scale, is_fp8_kvcache, use_legacy
-):
-    """Contract of the library's dense decode as its source states it.
+    q, cache, table, lengths, value_dim, holder,
+    *, softmax_scale, is_fp8_kvcache, use_legacy, causal=False,
+):  # fmt: skip
+    """Contract of the library's dense decode as its source states it; under its causal mask the
+    last query of a lane sees all of its tokens.
 
-    Empty lanes give +inf as log-sum-exp. Their output is 0 in the library and NaN here.
+    Queries that see nothing give +inf as log-sum-exp. Their output is 0 in the library and NaN
+    here.
     """
     lanes, queries, heads, dim = q.shape
     assert use_legacy
     assert not is_fp8_kvcache
-    assert (queries, dim, value_dim) == (1, 576, 512)
+    assert (dim, value_dim) == (576, 512)
+    assert causal == (queries > 1)
+    assert not q.isnan().any()
     assert cache.shape[1:] == (64, 1, 576)
     assert cache.dtype is q.dtype is torch.bfloat16
     assert q.is_contiguous()
@@ -70,14 +77,15 @@ def dense_decode(
     if holder.lengths is None:
         holder.lengths = lengths.tolist()
     assert holder.lengths == lengths.tolist(), "it would use the lengths of another call"
-    out = torch.full((lanes, 1, heads, 512), torch.nan, dtype=q.dtype, device=q.device)
-    lse = torch.full((lanes, heads, 1), torch.inf, device=q.device)
-    for lane, length in enumerate(lengths.tolist()):
-        if length:
+    out = torch.full((lanes, queries, heads, 512), torch.nan, dtype=q.dtype, device=q.device)
+    lse = torch.full((lanes, heads, queries), torch.inf, device=q.device)
+    for lane, nth in product(range(lanes), range(queries)):
+        length = int(lengths[lane]) - (queries - 1 - nth)
+        if length > 0:
             pages = table[lane, : -(-length // 64)].long()
             rows = cache[pages].flatten(0, 1)[:length]
-            values, log = attention(q[lane], rows, rows[..., :512], softmax_scale)
-            out[lane], lse[lane, :, 0] = values.bfloat16(), log[0].float()
+            values, log = attention(q[lane, nth][None], rows, rows[..., :512], softmax_scale)
+            out[lane, nth], lse[lane, :, nth] = values[0].bfloat16(), log[0].float()
     return out, lse
 
 
@@ -92,8 +100,8 @@ def made(monkeypatch):
     monkeypatch.setattr(providers, "BUILDS", Places("", {"double": lambda: found}))
     monkeypatch.setattr(backend, "refusals", lambda *_: [])
 
-    def make(heads, lanes):
-        return backend.FlashMLA(setup_of(heads, lanes, DEVICE))
+    def make(heads, lanes, most=1):
+        return backend.FlashMLA(setup_of(heads, lanes, DEVICE, most))
 
     return make
 
@@ -112,15 +120,20 @@ def test_what_the_library_is_handed(made, device, heads):
 
 
 @ON
-def test_rows_that_lie_apart(made, device):
-    """Rows are of a fused projection. The library gets contiguous ones."""
-    case = PageCase.make(3, (64, 0, 65), width=5, pages=9)
+@pytest.mark.parametrize(("queries", "most"), [((), 1), ((3, 1, 4), 4), ((2, 2, 1), 2)])
+def test_rows_that_lie_apart(made, device, queries, most):
+    """Rows are of a fused projection. The library gets contiguous ones, and its last query sees
+    all tokens of a lane, whatever number of queries that has."""
+    case = PageCase.make(3, (64, 0, 65), width=5, pages=9, queries=queries, most=most)
     q, pool, table, counts = (x.to(device) for x in case.inputs)
-    wide = torch.full((3, 1, 5, 576), torch.nan, dtype=q.dtype, device=device)
+    wide = torch.full((3, most, 5, 576), torch.nan, dtype=q.dtype, device=device)
     wide[:, :, :3] = q
-    results = torch.full((3, 1, 5, 512), -77.0, dtype=q.dtype, device=device)
+    results = torch.full((3, most, 5, 512), -77.0, dtype=q.dtype, device=device)
     out, lse = results[:, :, :3], case.results(device)[1]
-    made(3, 3).attend(wide[:, :, :3], pool, pool, Tables(table, counts), out, lse)
+    tables = Tables(table, counts)
+    if most > 1:
+        tables.queries = case.queries.to(device)
+    made(3, 3, 4).attend(wide[:, :, :3], pool, pool, tables, out, lse)
     case.check(out, lse)
     assert (results[:, :, 3:] == -77).all()
 
@@ -131,6 +144,16 @@ def test_no_workspace_of_the_sparse_kernels(made, device):
     serves = made(16, 2)
     assert not hasattr(serves, "indices")
     assert not hasattr(serves, "queries")
+    assert not hasattr(serves, "shifted")
+
+
+@ON
+def test_more_queries_than_were_announced_are_refused(made, device):
+    case = PageCase.make(3, (9, 9), width=2, pages=4, queries=(3, 3), most=3)
+    q, pool, table, counts = (x.to(device) for x in case.inputs)
+    tables = Tables(table, counts, queries=case.queries.to(device))
+    with pytest.raises(CapabilityError, match="made for 2 queries a row"):
+        made(3, 2, 2).attend(q, pool, pool, tables, *case.results(device))
 
 
 @ON

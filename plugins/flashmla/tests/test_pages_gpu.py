@@ -21,27 +21,74 @@ if torch.cuda.is_available():
 RAGGED = (0, 1, 63, 64, 65, 700, 0, 4097)
 
 
-def backend(heads, lanes):
+def backend(heads, lanes, most=1):
     from topkv_flashmla.backend import FlashMLA
 
-    made = FlashMLA(setup_of(heads, lanes, "cuda"))
+    made = FlashMLA(setup_of(heads, lanes, "cuda", most))
     assert made.by_pages
     return made
 
 
 def attend(case, made=None, pool=None):
     """Run a case and check it; ``pool`` stands for its pages where given."""
-    made = made or backend(case.q.shape[2], case.q.shape[0])
+    lanes, most, heads, _ = case.q.shape
+    made = made or backend(heads, lanes, most)
     q, pages, table, lengths = (x.cuda() for x in case.inputs)
     pages = pages if pool is None else pool
     out, lse = case.results("cuda")
-    made.attend(q, pages, pages, Tables(table, lengths), out, lse)
+    queries = None if case.queries is None else case.queries.cuda()
+    made.attend(q, pages, pages, Tables(table, lengths, queries=queries), out, lse)
     case.check(out, lse)
+
+
+def counts(lanes, most):
+    """Queries of each lane: one, all, and between."""
+    return tuple((1, most, max(1, most - 1), most, 2)[lane % 5] for lane in range(lanes))
 
 
 @pytest.mark.parametrize("heads", [128, 100, 64, 16, 5, 1])
 def test_ragged_lengths(heads):
     attend(PageCase.make(heads, RAGGED, width=80, pages=100))
+
+
+@pytest.mark.parametrize("heads", [128, 100, 16, 5])
+@pytest.mark.parametrize("most", [2, 4, 8])
+def test_several_queries_of_ragged_lengths(heads, most):
+    """Some requests have fewer tokens than queries, some end a page with one of them."""
+    lengths = (*RAGGED, 3, 66, 130, 2)
+    queries = counts(len(lengths), most)
+    attend(PageCase.make(heads, lengths, width=80, pages=110, queries=queries, most=most))
+
+
+@pytest.mark.parametrize("heads", [128, 16])
+@pytest.mark.parametrize("queries", [4, 1])
+def test_several_queries_of_one_long_lane(heads, queries):
+    attend(PageCase.make(heads, (20001,), width=320, pages=330, queries=(queries,), most=4))
+
+
+@pytest.mark.parametrize("heads", [128, 16])
+def test_replays_follow_the_queries_of_lanes(heads):
+    most, made = 4, backend(heads, 8, 4)
+    steps = [(RAGGED, counts(8, most)), (RAGGED[::-1], (most,) * 8), ((65,) * 8, (1,) * 8)]
+    cases = [
+        PageCase.make(heads, lengths, 80, 100, seed, queries, most)
+        for seed, (lengths, queries) in enumerate(steps)
+    ]
+    where = [x.cuda() for x in (*cases[0].inputs, cases[0].queries)]
+    q, pool, table, lengths, queries = where
+    tables = Tables(table, lengths, queries=queries)
+    out, lse = cases[0].results("cuda")
+    made.attend(q, pool, pool, tables, out, lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made.attend(q, pool, pool, tables, out, lse)
+    for case in cases:
+        for target, values in zip(where, (*case.inputs, case.queries), strict=True):
+            target.copy_(values)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        case.check(out, lse)
 
 
 @pytest.mark.parametrize("lengths", [(0,), (0, 0, 0), (0, 65), (65, 0), (1,), (64,)])

@@ -21,6 +21,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 dtypes=("bfloat16",),
                 head_dims=(576,),
                 max_group=128,
+                queries=8,
                 tiers=("gpu",),
             ),
             doctor="topkv_flashmla.providers:describe",

@@ -6,6 +6,26 @@ import torch
 from torch import Tensor
 
 
+def seen(lengths: Tensor, queries: Tensor, most: int) -> Tensor:
+    """Tokens that each query sees, int32 ``[N, most]``: all but those of the queries behind it,
+    and none where it is padding.
+
+    Args:
+        lengths: int32 ``[N]`` tokens.
+        queries: int32 ``[N]``, of ``most``.
+    """
+    nth = torch.arange(most, device=lengths.device)
+    tokens = lengths[:, None] - (queries[:, None] - 1 - nth)
+    return torch.where(nth < queries[:, None], tokens, 0).clamp(min=0).int()
+
+
+def shifted(q: Tensor, queries: Tensor) -> Tensor:
+    """``[N, Q, H, D]`` with the queries of each lane behind its padding, which is 0."""
+    nth = torch.arange(q.shape[1], device=q.device) - q.shape[1] + queries[:, None]
+    moved = q[torch.arange(len(q), device=q.device)[:, None], nth.clamp(min=0)]
+    return torch.where((nth >= 0)[..., None, None], moved, 0)
+
+
 def indices(table: Tensor, lengths: Tensor, unit: int, width: int) -> Tensor:
     """Rows of the listed tokens, int32 ``[N, width]``, -1 behind each length.
 
