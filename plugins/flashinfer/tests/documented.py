@@ -245,7 +245,7 @@ class Documented(FlashInfer):
         self._serve(MLA if self.latent else GQA, setup)
 
 
-def documented(model, group, device, max_batch):
+def documented(model, group, device, max_batch, max_queries=1):
     """Make the backend around the documented library for shapes."""
-    setup = BackendSetup(model, group, torch.device(device), max_batch, model.group_size)
-    return Documented(setup)
+    sizes = (torch.device(device), max_batch, model.group_size)
+    return Documented(BackendSetup(model, group, *sizes, max_queries=max_queries))

@@ -37,6 +37,8 @@ class TestFlashInfer(BackendTests):
         "test_attends_to_the_listed_tokens",
         "test_ragged_lengths_in_every_layout",
         "test_an_empty_lane_gives_zero_and_minus_infinity",
+        "test_each_query_sees_what_stands_before_it",
+        "test_table_ends_with_the_units_of_all_queries",
         "test_lse_is_a_natural_log_that_merges_parts",
         "test_a_lane_reads_nothing_of_other_lanes",
         "test_serves_call_after_call_of_any_batch",

@@ -67,6 +67,39 @@ def test_the_table_is_spread_over_a_constant_count(device):
     check()
 
 
+def test_a_query_sees_all_but_the_tokens_behind_it():
+    """Two rows of two lanes; the second has a lane with fewer tokens than queries."""
+    seen = reference.seen(torch.tensor([9, 5, 2, 0]), torch.tensor([2, 3]), 3).view(2, 3, 2)
+    assert seen.tolist() == [[[8, 4], [9, 5], [0, 0]], [[0, 0], [1, 0], [2, 0]]]
+
+
+@ON
+def test_each_query_has_lanes_of_its_own(device):
+    """In the order of rows, queries and lanes of a row."""
+
+    @given(data=st.data(), unit=st.sampled_from([1, 2, 16]), most=st.integers(2, 4))
+    @settings(deadline=None, max_examples=30)
+    def check(data, unit, most):
+        lengths, table, _ = tables(data, unit)
+        lanes, width = table.shape
+        each = 2 if lanes % 2 == 0 else 1
+        rows = lanes // each
+        queries = ints([data.draw(st.integers(1, most)) for _ in range(rows)])
+        pages = plans.Pages.empty(lanes * most, width, torch.device(device))
+        for buffer in (pages.indices, pages.last, pages.seen):
+            buffer.fill_(-7)
+        sizes = ints(lengths)
+        got = pages.take(Tables(table, sizes, queries=queries), unit, most)
+        seen = reference.seen(sizes, queries, most)
+        assert torch.equal(got, seen)
+        apart = table.view(rows, 1, each, width).expand(-1, most, -1, -1).flatten(0, 2)
+        same = reference.spread(apart, seen, unit)
+        assert torch.equal(pages.indices, same[0])
+        assert torch.equal(pages.last, same[1])
+
+    check()
+
+
 def small_step(device):
     """A plan of two lanes of three units to adapt, and what comes of it."""
     geometry = Geometry(1, 1, 16, 1, 1, "shared", torch.float32)
@@ -238,4 +271,5 @@ def test_tables_are_as_wide_as_the_core_makes_them():
     sparse = GroupShape((0,), 16, 1, 2, 64, torch.bfloat16, 128, 4, 99, 8, 8, 2)
     dense = GroupShape((0,), 128, 1, 2, 64, torch.bfloat16, 128, 4, 13, 0, 0, 0, "resident")
     assert plans.table_width(sparse) == 9
+    assert [plans.table_width(sparse, queries) for queries in (1, 2, 17, 18)] == [9, 10, 10, 11]
     assert plans.table_width(dense) == 13

@@ -13,6 +13,7 @@ from topkv_flashinfer.backend import FlashInfer
 from topkv_testing.backend.bench import expect
 from topkv_testing.backend.cases import AttendCase, by_lane
 from topkv_testing.backend.plans import AdaptCase, StepInputs
+from topkv_testing.backend.queries import with_queries
 from topkv_testing.oracle import attention
 from topkv_testing.strategies import Geometry
 
@@ -28,7 +29,7 @@ def geometry(scope, unit, group=4, dim=128, dtype=torch.bfloat16, kv_heads=2):
     return Geometry(kv_heads, group, dim, unit, 1, scope, dtype)
 
 
-def backend(g, batch, width, residency="sparse", **more):
+def backend(g, batch, width, residency="sparse", most=1, **more):
     """An instance whose page tables have ``width`` columns, of a model with ``more``."""
     scale = more.pop("scale", g.dim**-0.5)
     model = ModelShape(1, g.kv_heads * g.group, g.kv_heads, g.dim, g.dtype, scale, **more)
@@ -37,8 +38,8 @@ def backend(g, batch, width, residency="sparse", **more):
         *((0,), g.unit, g.lane_heads, g.kv_heads // g.lane_heads, g.dim, g.dtype, g.page_tokens),
         *(8, width, select, width, 2, residency),
     )
-    setup = BackendSetup(model, group, torch.device("cuda"), batch, model.group_size)
-    return FlashInfer(setup), model
+    sizes = (torch.device("cuda"), batch, model.group_size)
+    return FlashInfer(BackendSetup(model, group, *sizes, max_queries=most)), model
 
 
 def case(g, lengths, width, seed=0):
@@ -62,6 +63,60 @@ def test_ragged_lanes_within_a_constant_plan(scope, unit):
     few = [0, 1] if scope == "kv_head" else [1]
     for seed, lengths in enumerate((ragged, [2048] * 8, [0] * 8, few, ragged[::-1])):
         check(made, model, case(g, lengths, width, seed).make())
+
+
+@pytest.mark.parametrize("scope", ["shared", "kv_head"])
+@pytest.mark.parametrize("unit", [1, 16])
+@pytest.mark.parametrize("most", [2, 8])
+def test_several_queries_of_ragged_lanes(scope, unit, most):
+    """Calls of one query in between; some lanes have fewer tokens than queries."""
+    g, width = geometry(scope, unit), 2048 // unit + most
+    batch = 8 // g.lane_heads
+    made, model = backend(g, batch, width, most=most)
+    ragged = [2048, 0, 1, unit + 1, 1000, 129, 2048 - 1, 3]
+    counts = [1, most, 2, most, most - 1, most, 1, 2][:batch]
+    for seed, lengths in enumerate((ragged, [2048] * 8, ragged[::-1])):
+        inputs = case(g, lengths, width, seed).make()
+        check(made, model, with_queries(inputs, counts, most))
+        check(made, model, inputs)
+
+
+def test_replays_follow_the_queries_of_rows():
+    g, width, most = geometry("shared", 16), 130, 4
+    made, model = backend(g, 4, width, most=most)
+    first, then = (
+        with_queries(case(g, lengths, width, seed).make(), counts, most)
+        for seed, (lengths, counts) in enumerate(
+            (([2048, 3, 0, 777], [4, 4, 1, 2]), ([1, 2048, 129, 64], [1, 3, 4, 4]))
+        )
+    )
+    slots = max(len(inputs.pools[0]) for inputs in (first, then))
+    pool = torch.zeros(slots, *first.pools[0].shape[1:], dtype=g.dtype, device="cuda")
+    k, v = first.views([pool])
+    q, table, lengths, queries = (
+        x.cuda() for x in (first.q.nan_to_num(), first.table, first.lengths, first.queries)
+    )
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    for inputs in (first, then, first):
+        pool.fill_(torch.nan)
+        pool[: len(inputs.pools[0])] = inputs.pools[0].cuda()
+        for mine, fresh in (
+            (q, inputs.q), (table, inputs.table), (lengths, inputs.lengths),
+            (queries, inputs.queries),
+        ):  # fmt: skip
+            mine.copy_(fresh)
+        tables = Tables(table, lengths, queries=queries)
+        if inputs is first and not made._decode._plans:
+            made.attend(q, k, v, tables, out, lse)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                made.attend(q, k, v, tables, out, lse)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        got = (each.flatten(0, 1).cpu() for each in (out, lse))
+        inputs.expected(model.scale).check(*got, rounded_sums=True)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from topkv.hooks.backend import BackendSetup
-from topkv.types import GroupShape, ModelShape, Tables
+from topkv.types import GroupShape, ModelShape, Tables, newest_units
 from topkv_flashinfer import providers
 from topkv_flashinfer.backend import FlashInfer
 from topkv_testing.backend.bench import expect
@@ -25,21 +27,22 @@ pytestmark = [
 SCALE = 576**-0.5
 
 
-def backend(heads, select, unit=1, lanes=4, dtype=torch.bfloat16):
+def backend(heads, select, unit=1, lanes=4, dtype=torch.bfloat16, most=1):
     model = ModelShape(1, heads, 1, 576, dtype, SCALE, "mla", 512)
     group = GroupShape(
         *((0,), unit, 1, 1, 576, dtype, 64, lanes, 4096, select, 2 * select, 32), planes=1
     )
-    setup = BackendSetup(model, group, torch.device("cuda"), lanes, heads)
-    return FlashInfer(setup), group
+    sizes = (torch.device("cuda"), lanes, heads)
+    return FlashInfer(BackendSetup(model, group, *sizes, max_queries=most)), group
 
 
-def case(heads, group, lengths, seed=0):
+def case(heads, group, lengths, seed=0, most=1):
     """Slots of random rows, NaN where nothing is listed; a table in random order, trash behind."""
     generator = torch.Generator().manual_seed(seed)
     slots = len(lengths) * group.slots
     rows = torch.full((slots, 1, group.unit, 576), torch.nan).to(group.dtype)
-    table = torch.full((len(lengths), group.select + 1), -(2**31), dtype=torch.int32)
+    columns = group.select + newest_units(most, group.unit)
+    table = torch.full((len(lengths), columns), -(2**31), dtype=torch.int32)
     lists = []
     for lane, length in enumerate(lengths):
         units = -(-length // group.unit)
@@ -49,21 +52,24 @@ def case(heads, group, lengths, seed=0):
         mine = torch.randn(length, 576, generator=generator).to(group.dtype)
         rows[order[tokens // group.unit], 0, tokens % group.unit] = mine
         lists.append(mine[:, None])
-    q = torch.randn(len(lengths), 1, heads, 576, generator=generator).to(group.dtype)
+    q = torch.randn(len(lengths), most, heads, 576, generator=generator).to(group.dtype)
     return q, rows, table, lists
 
 
-def check(q, lists, out, lse):
+def check(q, lists, out, lse, queries=None):
     out, lse = out.cpu(), lse.cpu()
-    for lane, rows in enumerate(lists):
+    for lane, nth in product(range(len(lists)), range(q.shape[1])):
+        count, here = queries[lane] if queries else 1, slice(nth, nth + 1)
+        rows = lists[lane]
+        rows = rows[: max(len(rows) - (count - 1 - nth), 0) if nth < count else 0]
         if not len(rows):
-            assert (out[lane] == 0).all()
-            assert (lse[lane] == -torch.inf).all()
+            assert (out[lane, nth] == 0).all()
+            assert (lse[lane, nth] == -torch.inf).all()
             continue
-        want, log = attention(q[lane], rows, rows[..., :512], SCALE)
-        rough = expect(q[lane], rows, rows[..., :512], SCALE)
-        assert_as_good(out[lane], want, rough.rough_out, f"lane {lane}", 2 * rough.drift)
-        torch.testing.assert_close(lse[lane].double(), log, rtol=1e-5, atol=1e-4)
+        want, log = attention(q[lane, here], rows, rows[..., :512], SCALE)
+        rough, what = expect(q[lane, here], rows, rows[..., :512], SCALE), f"lane {lane}, {nth}"
+        assert_as_good(out[lane, here], want, rough.rough_out, what, 2 * rough.drift)
+        torch.testing.assert_close(lse[lane, here].double(), log, rtol=1e-5, atol=1e-4)
 
 
 def poisoned(q):
@@ -84,6 +90,36 @@ def test_ragged_lanes_within_a_constant_plan(heads, unit):
         tables = Tables(table.cuda(), sizes)
         made.attend(q.cuda(), rows.cuda(), rows.cuda(), tables, out, lse)
         check(q, lists, out, lse)
+
+
+@pytest.mark.parametrize("heads", [128, 16])
+@pytest.mark.parametrize("unit", [1, 16])
+@pytest.mark.parametrize("most", [2, 8])
+def test_several_queries_of_ragged_lanes(heads, unit, most):
+    """Captured: other numbers of queries in the replay; padding is NaN."""
+    made, group = backend(heads, 512 // unit, unit, most=most)
+    lengths, queries = [512, 3, 0, 400], [1, most, 2, most]
+    q, rows, table, lists = case(heads, group, lengths, most=most)
+    for lane, count in enumerate(queries):
+        q[lane, count:] = torch.nan
+    where = [x.cuda() for x in (q, rows, table, torch.tensor(lengths, dtype=torch.int32))]
+    numbers = torch.tensor(queries, dtype=torch.int32, device="cuda")
+    out, lse = poisoned(q)
+    tables = Tables(where[2], where[3], queries=numbers)
+
+    def run():
+        made.attend(where[0], where[1], where[1], tables, out, lse)
+
+    run()
+    check(q.nan_to_num(), lists, out, lse, queries)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    where[0].copy_(q.nan_to_num())
+    for counts in ([most] * 4, queries):
+        numbers.copy_(torch.tensor(counts))
+        graph.replay()
+        check(q.nan_to_num(), lists, out, lse, counts)
 
 
 def test_rows_that_lie_apart():

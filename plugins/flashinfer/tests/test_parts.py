@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from attrs import evolve
@@ -29,12 +31,12 @@ def _room(monkeypatch):
     monkeypatch.setattr(latent, "workspace", lambda device: torch.zeros(1, device=device))
 
 
-def rows_backend(heads, unit, select=3, lanes=4):
+def rows_backend(heads, unit, select=3, lanes=4, most=1):
     model = ModelShape(1, heads, 1, 576, torch.float16, 576**-0.5, "mla", 512)
     group = GroupShape(
         *((0,), unit, 1, 1, 576, torch.float16, 64, lanes, 4096, select, 2 * select, 4), planes=1
     )
-    return documented(model, group, "cpu", lanes)
+    return documented(model, group, "cpu", lanes, most)
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(50.0, 0.1), (50.0, 20.0), (0.5, 20.0)])
@@ -65,16 +67,18 @@ def test_capped_logits(softcap, scale):
 
 @pytest.mark.parametrize("unit", [1, 4])
 def test_latent_lanes_of_any_length_call_after_call(unit):
-    made, generator = rows_backend(3, unit), torch.Generator().manual_seed(0)
+    """And of any number of queries, in one instance; padding is NaN."""
+    made, generator = rows_backend(3, unit, most=3), torch.Generator().manual_seed(0)
 
-    @given(st.lists(st.integers(0, 4 * unit), min_size=1, max_size=4))
+    @given(st.data(), st.lists(st.integers(0, 4 * unit), min_size=1, max_size=4))
     @settings(deadline=None, max_examples=15)
-    def check(lengths):
-        lanes = len(lengths)
+    def check(data, lengths):
+        lanes, most = len(lengths), data.draw(st.integers(1, 3))
+        counts = [data.draw(st.integers(1, most)) for _ in lengths]
         rows = torch.full((lanes * 9, 1, unit, 576), torch.nan, dtype=torch.float16)
         table = torch.full((lanes, 4), -(2**31), dtype=torch.int32)
         order = torch.randperm(len(rows), generator=generator).view(lanes, 9)
-        q = torch.randn(lanes, 1, 3, 576, generator=generator).half()
+        q = torch.randn(lanes, most, 3, 576, generator=generator).half()
         lists = []
         for lane, length in enumerate(lengths):
             used = -(-length // unit)
@@ -84,18 +88,24 @@ def test_latent_lanes_of_any_length_call_after_call(unit):
                 length, 576, generator=generator
             ).half()
             lists.append(rows[order[lane][tokens // unit], 0, tokens % unit][:, None])
-        out = torch.full((lanes, 1, 3, 512), torch.nan, dtype=torch.float16)
-        lse = torch.full((lanes, 1, 3), torch.nan)
+        out = torch.full((lanes, most, 3, 512), torch.nan, dtype=torch.float16)
+        lse = torch.full((lanes, most, 3), torch.nan)
         sizes = torch.tensor(lengths, dtype=torch.int32)
-        made.attend(q, rows, rows, Tables(table, sizes), out, lse)
-        for lane, mine in enumerate(lists):
-            if not len(mine):
-                assert (out[lane] == 0).all()
-                assert (lse[lane] == -torch.inf).all()
+        tables = Tables(table, sizes)
+        if most > 1:
+            tables.queries = torch.tensor(counts, dtype=torch.int32)
+        made.attend(q, rows, rows, tables, out, lse)
+        for (lane, mine), nth in product(enumerate(lists), range(most)):
+            count = counts[lane]
+            seen = mine[: max(len(mine) - (count - 1 - nth), 0) if nth < count else 0]
+            if not len(seen):
+                assert (out[lane, nth] == 0).all()
+                assert (lse[lane, nth] == -torch.inf).all()
                 continue
-            want, log = attention(q[lane], mine, mine[..., :512], 576**-0.5)
-            torch.testing.assert_close(out[lane].double(), want, rtol=2e-3, atol=2e-3)
-            torch.testing.assert_close(lse[lane].double(), log, rtol=1e-5, atol=1e-5)
+            want, log = attention(q[lane, nth][None], seen, seen[..., :512], 576**-0.5)
+            got, norm = out[lane, nth][None].double(), lse[lane, nth][None].double()
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(norm, log, rtol=1e-5, atol=1e-5)
 
     check()
 

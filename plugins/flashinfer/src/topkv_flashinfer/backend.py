@@ -39,7 +39,7 @@ class FlashInfer:
     def _serve(self, library: providers.Library, setup: BackendSetup) -> None:
         """Make the plans and workspaces."""
         self.library = library
-        self.lanes = setup.max_batch * setup.group.lane_heads
+        self.lanes = setup.max_batch * setup.group.lane_heads * setup.max_queries
         if self.latent:
             self._latent = Latent(library, setup)
             self._latent_prompts = LatentPrompts(
@@ -64,16 +64,17 @@ class FlashInfer:
         Copies queries where a row has several lanes and rows are apart.
 
         Raises:
-            ValueError: more lanes than ``max_batch`` allows, or ``lse`` is not contiguous.
+            ValueError: more lanes than ``max_batch`` and ``max_queries`` allow, or ``lse`` is not
+                contiguous.
             RuntimeError: a graph is being captured before this batch size has run.
         """
-        lanes = len(tables.table)
+        lanes = len(tables.table) * q.shape[1]
         if not lanes:
             return
         if lanes > self.lanes:
             raise ValueError(
                 f"flashinfer: {lanes} lanes, and the workspace holds {self.lanes}; "
-                "raise max_requests"
+                "raise max_requests or max_queries"
             )
         if not lse.is_contiguous():
             raise ValueError(f"flashinfer: lse must be contiguous, got strides {lse.stride()}")
@@ -138,11 +139,12 @@ def _refusals(setup: BackendSetup) -> list[str]:
             f"buffer: {group.max_lanes} lanes x {group.slots} slots exceed the int32 ids of a "
             "page table; lower max_requests or buffer"
         )
-    tokens = max_batch * group.lane_heads * plans.table_width(group) * group.unit
+    lanes = max_batch * group.lane_heads * setup.max_queries
+    tokens = lanes * plans.table_width(group, setup.max_queries) * group.unit
     if tokens >= 2**31:
         reasons.append(
             f"page tables: {tokens} tokens in a batch exceed the library's 32-bit positions; "
-            "lower max_requests or select"
+            "lower max_requests, max_queries or select"
         )
     return reasons
 

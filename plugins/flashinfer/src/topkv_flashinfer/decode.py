@@ -15,6 +15,11 @@ right for the tensor-core kernel (``fa2``; lines are those of FlashInfer 0.7.2):
   4333), and each planned chunk writes one;
 * what merges them takes -inf for nothing (``state.cuh`` 57), also where all are.
 
+Each of several queries of a row is a lane of its own, over the same pages, with the length that it
+sees. The library's wrapper for several queries a lane would not do: it puts the partial results of
+a query behind as many as the true length gives each query before it (4293), and merges them from
+where as many as were planned would be.
+
 The CUDA-core kernel does not: a chunk behind the end has an unsigned size below zero
 (``decode.cuh`` 438). The library's programmatic dependent launch is off: with it the kernel would
 read lengths (``prefill.cuh`` 3819) before it waits for the kernel that writes them (3878).
@@ -58,11 +63,11 @@ class Decode:
 
     def __init__(self, library: Library, setup: BackendSetup) -> None:
         model, group, device = setup.model, setup.group, setup.device
-        lanes = setup.max_batch * group.lane_heads
+        lanes = setup.max_batch * group.lane_heads * setup.max_queries
         self._library, self._model, self._group = library, model, group
         self._device, self._early = device, pdl.available(device)
         self._heads = group.heads_per_lane * setup.group_size
-        width = plans.table_width(group)
+        width = plans.table_width(group, setup.max_queries)
         self.pages = plans.Pages.empty(lanes, width, device)
         shape = (lanes, self._heads, model.head_dim)
         self._staged = torch.empty(shape, dtype=model.dtype, device=device)
@@ -81,9 +86,10 @@ class Decode:
 
         The library takes queries at any stride, and writes contiguous outputs.
         """
-        planned = self._planned(tables)
-        planned.pages.take(tables, k.shape[2])
-        lanes = len(tables.table)
+        queries = q.shape[1]
+        planned = self._planned(tables, queries)
+        planned.pages.take(tables, k.shape[2], queries)
+        lanes = len(tables.table) * queries
         shape = (lanes, self._heads, self._model.head_dim)
         target = out.view(shape) if out.is_contiguous() else self._staged[:lanes]
         planned.wrapper.run(
@@ -98,13 +104,13 @@ class Decode:
             out.copy_(target.view(out.shape))
         plans.make_natural(lse, self._early)
 
-    def _planned(self, tables: Tables) -> Planned:
+    def _planned(self, tables: Tables, queries: int) -> Planned:
         """The plan of a shape, made by its first call, which then copies its table.
 
         Not before: the library fetches further tensors in the first ``run``, which a capture
         cannot hold either, so a plan says that its shape has run.
         """
-        lanes, width = tables.table.shape
+        lanes, width = len(tables.table) * queries, tables.table.shape[1]
         planned = self._plans.get((lanes, width))
         if planned is None:
             plans.refuse_capture(self._device, lanes, width)

@@ -20,6 +20,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 kv_formats=("model",),
                 dtypes=("float16", "bfloat16"),
                 softcap=True,
+                queries=8,
                 # Head dims depend on the kind of attention, which an entry cannot say: the
                 # backend itself refuses those that it lacks.
                 tiers=("gpu",),

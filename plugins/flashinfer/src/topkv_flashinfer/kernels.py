@@ -17,17 +17,33 @@ def spread_kernel(
     s_table,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr = 1,
+    LANES: tl.constexpr = 1,
+    p_queries=None,
+    p_seen=None,
 ):
     """Grid (lanes, blocks of columns): CSR of ``width`` pages a lane, 0 where unused.
 
     Also the tokens on the last page of a lane that is said to have all those pages, which makes
     its length come out right: negative where the lane ends on an earlier page.
+
+    With QUERIES each query of a row has LANES lanes of its own, over the table of the row's: of
+    the tokens that it sees, whose number goes to ``p_seen``.
     """
     lane = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    length = tl.load(p_lengths + lane)
+    source = lane
+    if QUERIES > 1:
+        row, nth = lane // (QUERIES * LANES), (lane // LANES % QUERIES).to(tl.int32)
+        source = row * LANES + lane % LANES
+    length = tl.load(p_lengths + source)
+    if QUERIES > 1:
+        queries = tl.load(p_queries + row)
+        length = tl.where(nth < queries, tl.maximum(length - (queries - 1 - nth), 0), 0)
+        if tl.program_id(1) == 0:
+            tl.store(p_seen + lane, length)
     used = column * UNIT < length
-    page = tl.load(p_table + lane * s_table + column, used & (column < width), other=0)
+    page = tl.load(p_table + source * s_table + column, used & (column < width), other=0)
     tl.store(p_indices + lane * width + column, page, column < width)
     if tl.program_id(1) == 0:
         tl.store(p_last + lane, length - (width - 1) * UNIT)

@@ -7,6 +7,9 @@ becomes ``0 .. 0``, which is how the library itself writes a lane of length 0 (`
 1745): it loads nothing (``mla_hopper.cuh`` 921) and gives 0 and -inf (717), which the merge takes
 for nothing (``state.cuh`` 57). Lines are those of FlashInfer 0.7.2.
 
+Each of several queries of a row is a lane of its own, over the same pages, with the length that it
+sees.
+
 The place of the works in the workspace is no interface of the library: what a plan wrote there is
 read back and compared with what was planned, and any other layout is refused.
 
@@ -138,11 +141,12 @@ class Latent:
     """
 
     def __init__(self, library: Library, setup: BackendSetup) -> None:
-        group, device, lanes = setup.group, setup.device, setup.max_batch
+        group, device = setup.group, setup.device
+        lanes = setup.max_batch * setup.max_queries
         self._library, self._model, self._group, self._device = library, setup.model, group, device
         self._heads = setup.group_size
         self.float, self._early = workspace(device), pdl.available(device)
-        width = plans.table_width(group)
+        width = plans.table_width(group, setup.max_queries)
         self.pages = plans.Pages.empty(lanes, width, device)
         self._plans: dict[tuple[int, int], Planned] = {}
         self._made(lanes, width)  # loads the kernels, and refuses a layout that it does not know
@@ -150,29 +154,34 @@ class Latent:
     def attend(self, q: Tensor, k: Tensor, tables: Tables, out: Tensor, lse: Tensor) -> None:
         """See ``topkv.hooks.backend.Backend.attend``; ``k`` are the rows.
 
-        The library takes queries and outputs at any stride.
+        The library takes queries and outputs at any stride; several of a row are rows too.
         """
-        planned = self._planned(tables)
-        planned.pages.take(tables, k.shape[2])
+        queries = q.shape[1]
+        planned = self._planned(tables, queries)
+        lengths = planned.pages.take(tables, k.shape[2], queries)
         works = planned.works
         kernels.works_kernel[(triton.cdiv(works.count, plans.BLOCK),)](
-            *(works.lane, works.first, works.behind, tables.lengths),
+            *(works.lane, works.first, works.behind, lengths),
             *(works.kv_len, works.kv_start, works.kv_end, works.count),
             BLOCK=plans.BLOCK,
         )
         rows = k[:, 0]
+        mine, to, norm = (
+            each[:, 0] if queries == 1 else each.view(-1, *each.shape[2:])
+            for each in (q, out, lse)
+        )
         planned.wrapper.run(
-            query=(q[:, 0, :, :LATENT], q[:, 0, :, LATENT:]),
+            query=(mine[..., :LATENT], mine[..., LATENT:]),
             kv_cache=(rows[..., :LATENT], rows[..., LATENT:]),
-            out=out[:, 0],
-            lse=lse[:, 0],
+            out=to,
+            lse=norm,
             return_lse=True,
         )
         plans.make_natural(lse, self._early)
 
-    def _planned(self, tables: Tables) -> Planned:
+    def _planned(self, tables: Tables, queries: int) -> Planned:
         """The plan of a shape, made by its first call, which then copies its table."""
-        lanes, width = tables.table.shape
+        lanes, width = len(tables.table) * queries, tables.table.shape[1]
         planned = self._plans.get((lanes, width))
         if planned is None:
             plans.refuse_capture(self._device, lanes, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -10,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.ops import pdl
-from topkv.types import GroupShape, LayerView, Plan, Tables
+from topkv.types import GroupShape, LayerView, Plan, Tables, newest_units
 from topkv_authoring.page_table import Listing, adapt_page_table
 from topkv_flashinfer import kernels
 
@@ -32,17 +33,19 @@ class Pages:
     Attributes:
         indices: int32, for the widest batch.
         last: int32, tokens on the last page of each lane.
+        seen: int32, tokens of each lane where rows have several queries.
     """
 
     indices: Tensor
     last: Tensor
+    seen: Tensor
 
     @classmethod
     def empty(cls, lanes: int, width: int, device: torch.device) -> Pages:
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        return cls(ints(lanes * width), ints(lanes))
+        return cls(ints(lanes * width), ints(lanes), ints(lanes))
 
     def holds(self, lanes: int, width: int) -> bool:
         """Return True if there is room for a table of these sizes."""
@@ -54,25 +57,40 @@ class Pages:
         return self if here else Pages.empty(lanes, width, self.last.device)
 
     def adapt(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
-        """See ``topkv.hooks.backend.Backend.adapt_page_table``; the pages are written along."""
+        """See ``topkv.hooks.backend.Backend.adapt_page_table``; the pages are written along where
+        rows have one query."""
         table, listing = tables.table, None
-        if self.holds(*table.shape):
+        if tables.queries is None and self.holds(*table.shape):
             ids = self.indices[: table.numel()].view(table.shape)
             listing = Listing(ids, 0, self.last[: len(table)])
         adapt_page_table(layer, plan, tables, "triton", listing)
         tables.attached = None if listing is None else self
 
-    def take(self, tables: Tables, unit: int) -> None:
-        """Copy a table that ``adapt`` has not written here."""
+    def take(self, tables: Tables, unit: int, queries: int = 1) -> Tensor:
+        """Copy a table that ``adapt`` has not written here.
+
+        Each of several ``queries`` of a row has lanes of its own: the first query, the second, and
+        so on, as the heads of rows stand in memory.
+
+        Returns:
+            Tokens of each lane, int32.
+        """
         if tables.attached is self:
-            return
+            return tables.lengths
         table, lengths = tables.table, tables.lengths
-        lanes, width = table.shape
+        lanes, width = len(table) * queries, table.shape[1]
+        several: dict[str, Any] = {}
+        if tables.queries is not None:
+            rows = len(tables.queries)
+            several = {"QUERIES": queries, "LANES": len(table) // rows, "p_seen": self.seen}
+            several["p_queries"] = tables.queries
         kernels.spread_kernel[(lanes, triton.cdiv(width, BLOCK))](
             *(table, lengths, self.indices, self.last, width, table.stride(0)),
             UNIT=unit,
             BLOCK=BLOCK,
+            **several,
         )
+        return self.seen[:lanes] if several else lengths
 
 
 def make_natural(lse: Tensor, early: bool) -> None:
@@ -90,9 +108,12 @@ def make_natural(lse: Tensor, early: bool) -> None:
     )
 
 
-def table_width(group: GroupShape) -> int:
-    """Columns of the widest page table of a group: its selection and the tail, or all pages."""
-    return group.select + 1 if group.residency == "sparse" else group.max_units
+def table_width(group: GroupShape, queries: int = 1) -> int:
+    """Columns of the widest page table of a group: its selection and the units of the newest
+    tokens, or all pages."""
+    if group.residency != "sparse":
+        return group.max_units
+    return group.select + newest_units(queries, group.unit)
 
 
 def refuse_capture(device: torch.device, lanes: int, width: int) -> None:

@@ -6,6 +6,20 @@ import torch
 from torch import Tensor
 
 
+def seen(lengths: Tensor, queries: Tensor, most: int) -> Tensor:
+    """Tokens that each query sees in each lane of its row, int32 ``[B * most * lanes of a row]``:
+    all but those of the queries behind it, and none where it is padding.
+
+    Args:
+        lengths: int32 ``[N]`` tokens.
+        queries: int32 ``[B]``, of ``most``.
+    """
+    nth = torch.arange(most, device=lengths.device)
+    behind = (queries[:, None] - 1 - nth)[..., None]
+    tokens = lengths.view(len(queries), 1, -1) - behind
+    return torch.where(behind >= 0, tokens, 0).clamp(min=0).int().flatten()
+
+
 def spread(table: Tensor, lengths: Tensor, unit: int) -> tuple[Tensor, Tensor]:
     """A page table as compressed rows of a constant count.
 
