@@ -62,11 +62,11 @@ class TritonAttention:
         if is_latent(model):
             shape = mla_reference.LatentShape.of(model, setup.group)
             return mla_reference.Attend(shape, model.scale, most, setup.max_queries), prefill
+        sizes = (model.scale, most, model.softcap, setup.max_queries)
         factor = skip_factor(setup)
         if factor is not None:
-            return SkippingAttend(model.scale, most, model.softcap, factor=factor), prefill
-        attend = reference.Attend(model.scale, most, model.softcap, setup.max_queries)
-        return attend, prefill
+            return SkippingAttend(*sizes, factor=factor), prefill
+        return reference.Attend(*sizes), prefill
 
     @hookimpl
     def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
@@ -169,8 +169,6 @@ def refusals(setup: BackendSetup) -> list[str]:
 
 def _most_queries(setup: BackendSetup) -> int:
     """Most queries of a row: heads of latent rows are cut into blocks, grouped ones are not."""
-    if SKIP in setup.options:
-        return 1
     if is_latent(setup.model):
         return MAX_QUERIES
     return min(MAX_QUERIES, MAX_QUERY_HEADS // max(setup.group_size, 1))

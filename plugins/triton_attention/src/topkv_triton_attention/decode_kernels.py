@@ -126,7 +126,7 @@ def attend_kernel(
 
     With SKIP a block whose logits all are below the running maximum by more than
     ``log2(factor / context)`` is left out, ``contexts`` being the lengths of the rows' requests;
-    with COUNT how many were is stored, ``[programs, splits]``.
+    with COUNT how many were is stored, ``[programs, splits]``. Queries vote on what they see.
     """
     row = (tl.program_id(0) // (LANES * KV_HEADS)).to(tl.int64)
     lane = (tl.program_id(0) // KV_HEADS).to(tl.int64)
@@ -176,7 +176,7 @@ def attend_kernel(
         # At most 0, so that a block which holds a maximum is never left out.
         limit = tl.minimum(factor_log2 - tl.log2(context), 0.0)
         skipped = 0
-    for _ in range(begin, end, BLOCK_N):
+    for first in range(begin, end, BLOCK_N):
         live = tokens < end
         kv_mask = live[:, None]
         if BLOCK_D != DIM:
@@ -188,10 +188,15 @@ def attend_kernel(
         v_offsets = (slot * stride_vs + place * stride_vt)[:, None]
         if SKIP:
             logits = scored(q, k, live, scale_log2, UPCAST, CAP)
-            if matters(logits, top, limit, in_g):
+            votes, so_far = in_g, top
+            if QUERIES > 1:
+                logits = tl.where(tokens[None, :] < seen[:, None], logits, float("-inf"))
+                votes = in_g & (first < seen)
+                so_far = tl.where(votes, top, 0.0)
+            if matters(logits, so_far, limit, votes):
                 v = tl.load(v_base + v_offsets, mask=kv_mask, other=0.0,
                             eviction_policy="evict_first")  # fmt: skip
-                top, total, acc = absorbed(logits, v, top, total, acc, UPCAST)
+                top, total, acc = absorbed(logits, v, top, total, acc, UPCAST, QUERIES > 1)
             else:
                 skipped += 1
         else:

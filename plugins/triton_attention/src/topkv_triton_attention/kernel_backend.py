@@ -33,11 +33,11 @@ class TritonAttentionKernels(TritonAttention):
             )
             return rows.attend, prefill
         sizes = (most, heads, setup.group_size, model.head_dim, model.scale, device)
+        more = {"softcap": model.softcap, "max_queries": setup.max_queries}
         factor = skip_factor(setup)
         if factor is None:
-            queries = setup.max_queries
-            return Decoder(*sizes, softcap=model.softcap, max_queries=queries).attend, prefill
-        return SkippingDecoder(*sizes, softcap=model.softcap, factor=factor).attend, prefill
+            return Decoder(*sizes, **more).attend, prefill
+        return SkippingDecoder(*sizes, factor=factor, **more).attend, prefill
 
 
 def _device_refusals(device: torch.device) -> list[str]:
