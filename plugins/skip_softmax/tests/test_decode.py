@@ -117,11 +117,29 @@ class Run:
         self.lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]
         return torch.stack(outs)
 
-    def listed(self, row, lane):
-        """Tokens in the order of the page table."""
+    def verify(self, counts, most):
+        """out ``[layers, rows * most, H, D]`` of a step of several tokens, padding of NaN."""
+        self.coordinator.forward_begin(self.slots, append=counts, queries=most)
+        outs = []
+        for layer in range(2):
+            rows = []
+            for each in zip(*self.tokens, strict=True):
+                parts = []
+                for x, first, count in zip(each, self.lengths, counts, strict=True):
+                    new = x[layer, first : first + count]
+                    padding = new.new_full((most - count, *new.shape[1:]), torch.nan)
+                    parts += [new, padding]
+                rows.append(torch.cat(parts).to(self.on.device))
+            outs.append(self.coordinator.attention(layer, *rows).cpu())
+        self.coordinator.forward_end()
+        self.lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]
+        return torch.stack(outs)
+
+    def listed(self, row, lane, count=1):
+        """Tokens in the order of the page table, of a row that has appended ``count``."""
         group = self.coordinator.lanes[1].group
         ids = self.coordinator.lanes[1].selection.ids[row * group.lane_heads + lane].tolist()
-        closed = (self.lengths[row] - 1) // group.unit
+        closed = (self.lengths[row] - count) // group.unit
         units = [unit for unit in dict.fromkeys(ids) if 0 <= unit < closed]
         tokens = [unit * group.unit + i for unit in units for i in range(group.unit)]
         return [*tokens, *range(closed * group.unit, self.lengths[row])]
@@ -139,30 +157,38 @@ class Run:
         programs = 2 * KV_HEADS
         return launch.block, split_count(programs, tables.shape[1] * unit, slots, launch.block)
 
-    def check(self, out, factor):
-        """The sparse layer's rows of a step."""
+    def check(self, out, factor, counts=(1, 1), most=1):
+        """The sparse layer's rows of a step, each with ``most`` queries, of which ``counts`` are
+        no padding."""
         block, splits = self.blocks()
         lanes = self.coordinator.lanes[1].group.lane_heads
         for row, length in enumerate(self.lengths):
+            count = counts[row]
             q, k, v = (x[1] for x in self.tokens[row])
+            assert not out[1, row * most + count : row * most + most].any()
             for head in range(KV_HEADS):
-                tokens = self.listed(row, head * lanes // KV_HEADS)
-                queries = q[length - 1].unflatten(0, (KV_HEADS, -1))[head]
+                tokens = self.listed(row, head * lanes // KV_HEADS, count)
+                queries = q[length - count : length].unflatten(1, (KV_HEADS, -1))[:, head]
                 keys, values = k[tokens, head], v[tokens, head]
                 threshold = min(1.0, factor / length)
-                found = kept(queries, keys, threshold, splits, block, MODEL.scale)
+                sight = len(tokens) - torch.arange(count - 1, -1, -1)
+                found = kept(
+                    *(queries.flatten(0, 1), keys, threshold, splits, block, MODEL.scale),
+                    sight.repeat_interleave(queries.shape[1]),
+                )
                 self.closest = min(self.closest, found.margin)
                 self.left_out += sum(found.skipped)
-                left = found.tokens
-                pair = (x[left][:, None] for x in (keys, values))
-                truth = attention(queries[None], *pair, MODEL.scale)[0][0]
-                rough = (queries @ keys[left].T * MODEL.scale).softmax(-1) @ values[left]
                 heads = slice(head * 2, head * 2 + 2)
-                # What a few roundings of the largest logit move the result by, as in the kit.
-                furthest = float((queries.abs() @ keys[left].abs().T).max() * MODEL.scale)
-                slack = 16 * EPS * furthest * float(values[left].abs().max())
-                what = f"row {row}, kv-head {head}"
-                assert_as_good(out[1, row, heads], truth, rough, what, slack)
+                for nth, query in enumerate(queries):
+                    left = found.tokens & (torch.arange(len(tokens)) < sight[nth])
+                    pair = (x[left][:, None] for x in (keys, values))
+                    truth = attention(query[None], *pair, MODEL.scale)[0][0]
+                    rough = (query @ keys[left].T * MODEL.scale).softmax(-1) @ values[left]
+                    # What a few roundings of the largest logit move the result by, as in the kit.
+                    furthest = float((query.abs() @ keys[left].abs().T).max() * MODEL.scale)
+                    slack = 16 * EPS * furthest * float(values[left].abs().max())
+                    what = f"row {row}, kv-head {head}, query {nth}"
+                    assert_as_good(out[1, row * most + nth, heads], truth, rough, what, slack)
 
     def dense(self, layer, row, rows):
         """float64 attention of the last ``rows`` tokens over all that they see."""
@@ -187,6 +213,21 @@ def test_a_step_attends_to_what_is_left_of_its_selection(on, selector):
         run.check(out, FACTOR)
         exact = torch.cat([run.dense(0, row, 1) for row in range(2)])
         torch.testing.assert_close(out[0].double(), exact, rtol=0, atol=1e-4)
+    assert run.closest > NEAR, "a vote is too close to be judged: take another seed"
+    assert run.left_out > 3, "nothing is left out, so nothing is shown"
+    run.coordinator.close()
+
+
+@pytest.mark.parametrize("selector", ["quest", "quest, shared"])
+def test_queries_of_a_row_vote_together(on, selector):
+    """Rows verify drafts, of unequal number, and take some of them back."""
+    run = Run(on, {**SELECTORS[selector], "max_queries": STEPS})
+    run.forward([PROMPT, PROMPT // 2])
+    for counts in ([3, 2], [1, 3], [2, 1]):
+        out = run.verify(counts, STEPS)
+        run.check(out, FACTOR, counts, STEPS)
+        run.lengths = [length - count for length, count in zip(run.lengths, counts, strict=True)]
+        run.coordinator.rollback(run.slots, run.lengths)
     assert run.closest > NEAR, "a vote is too close to be judged: take another seed"
     assert run.left_out > 3, "nothing is left out, so nothing is shown"
     run.coordinator.close()

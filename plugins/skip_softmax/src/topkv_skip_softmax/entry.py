@@ -30,7 +30,7 @@ def topkv_register_stages() -> list[PluginEntry]:
             kind="stage",
             factories="topkv_skip_softmax.stage:SkipSoftmax",
             hook_api=(3, 0),
-            capabilities=Capabilities(options=("skip_softmax",)),
+            capabilities=Capabilities(options=("skip_softmax",), queries=8),
             parameters=SkipParams,
         )
     ]
