@@ -54,7 +54,7 @@ def test_several_queries_in_any_batch(place, lanes):
 @EACH
 @pytest.mark.parametrize("share", [1, 3 << 18, 1 << 30])
 def test_parts_of_several_queries_are_merged(place, share, monkeypatch):
-    """Of each lane those of its own: one, up to 32, as the library likes."""
+    """Each lane has parts of its own: one, up to 32, as the library likes."""
     monkeypatch.setattr(module, "ACCUMULATORS", share)
     geometry = Geometry(2, 4, 128, 16, 1, "shared", torch.bfloat16)
     instance, model = grouped(place, geometry, 3, 3)

@@ -55,9 +55,15 @@ LAYOUTS = {
 }
 
 
+def by_row(q: Tensor, lane_heads: int) -> Tensor:
+    """Queries by lane ``[N, Q, heads, D]`` as rows ``[B, Q, H, D]``."""
+    rows: Tensor = q.unflatten(0, (-1, lane_heads)).transpose(1, 2).flatten(2, 3)
+    return rows
+
+
 def spaced(q: Tensor, lane_heads: int) -> Tensor:
     """Queries by lane ``[N, Q, heads, D]`` as rows ``[B, Q, H + 3, D]``: 3 heads of NaN behind."""
-    rows = q.unflatten(0, (-1, lane_heads)).transpose(1, 2).flatten(2, 3)
+    rows = by_row(q, lane_heads)
     padded: Tensor = torch.nn.functional.pad(rows, (0, 0, 0, 3), value=float("nan"))
     return padded
 

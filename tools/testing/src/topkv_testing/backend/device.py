@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from topkv.types import Tables
+from topkv.types import Tables, newest_units
 from topkv_testing.backend.attend import check_attend
 from topkv_testing.backend.bench import (
     expect,
@@ -19,8 +19,9 @@ from topkv_testing.backend.bench import (
     result,
     rounded_sums,
 )
-from topkv_testing.backend.cases import AttendCase, by_lane
+from topkv_testing.backend.cases import AttendCase, AttendInputs, by_lane, by_row
 from topkv_testing.backend.plans import AdaptCase, StepInputs
+from topkv_testing.backend.queries import most_queries, with_queries
 from topkv_testing.host_reads import no_host_reads, require_interpreted
 from topkv_testing.kit import KitTests, Subject
 from topkv_testing.strategies import Geometry
@@ -49,24 +50,27 @@ def _short(subject: Subject, geometry: Geometry) -> Geometry:
 
 
 class DecodeRun:
-    """Adapt and attend on tensors at fixed addresses, as one decode step of one layer."""
+    """Adapt and attend on tensors at fixed addresses, as one decode step of one layer, of ``most``
+    queries a row."""
 
-    def __init__(self, subject: Subject, geometry: Geometry, batch: int) -> None:
-        self.case = AdaptCase(
-            geometry, ((-1, 0),) * batch, (), select=40, buffer=44, ring=2, max_requests=6
-        )
+    def __init__(self, subject: Subject, geometry: Geometry, batch: int, most: int = 1) -> None:
+        ring = max(2, newest_units(most, geometry.unit))
+        sizes = {"select": 40, "buffer": 44, "ring": ring, "max_requests": 6, "most": most}
+        self.case = AdaptCase(geometry, ((-1, 0),) * batch, (), **sizes)
         self.backend, self.model, self.group = self.case.backend(subject)
         device, lanes = subject.tier.device, batch * geometry.lane_heads
         self.step = StepInputs.empty(self.group, batch, device)
+        self.queries: Tensor | None = None
+        if most > 1:
+            self.queries = torch.ones(batch, dtype=torch.int32, device=device)
         self.set(((-1, 0),) * batch, 0)
-        inputs = self.case.attend_inputs()
+        inputs = self._inputs()
         self.pools = [pool.to(device) for pool in inputs.pools]
         self.k, self.v = inputs.views(self.pools)
-        rows = inputs.q.to(device)
-        self.q = rows.reshape(batch, 1, -1, rows.shape[-1])
-        self.table = result((lanes, self.case.select + 1), torch.int32, device)
+        self.q = by_row(inputs.q, geometry.lane_heads).to(device)
+        self.table = result((lanes, self.case.width), torch.int32, device)
         self.lengths = result((lanes,), torch.int32, device)
-        self.tables = Tables(self.table.body, self.lengths.body)
+        self.tables = Tables(self.table.body, self.lengths.body, queries=self.queries)
         self.out = result(self.q.shape, self.q.dtype, device)
         self.lse = result(self.q.shape[:3], torch.float32, device)
 
@@ -75,7 +79,21 @@ class DecodeRun:
         lanes = len(rows) * self.case.geometry.lane_heads
         counts = tuple((17 * seed + 7 * lane) % (self.case.select + 1) for lane in range(lanes))
         self.case = evolve(self.case, requests=rows, counts=counts, seed=seed)
+        if self.queries is not None:
+            wanted = [1 + (seed + row) % self.case.most for row in range(len(rows))]
+            pairs = zip(wanted, rows, strict=True)
+            queries = tuple(max(1, min(count, length)) for count, (_, length) in pairs)
+            self.case = evolve(self.case, queries=queries)
+            self.queries.copy_(torch.tensor(queries))
         self.case.fill(self.step)
+
+    def _inputs(self) -> AttendInputs:
+        """Inputs of ``attend`` in the step that is set."""
+        inputs = self.case.attend_inputs()
+        if self.queries is None:
+            return inputs
+        inputs.lengths = torch.tensor([len(where) for where, _ in inputs.tokens])
+        return with_queries(inputs, list(self.case.queries), self.case.most)
 
     def decode(self) -> None:
         """Call the hooks that a coordinator calls for one layer."""
@@ -85,8 +103,8 @@ class DecodeRun:
 
     def check_after(self, step: Callable[[], object], subject: Subject) -> None:
         """Fill the inputs anew, poison the results, run ``step`` and compare."""
-        inputs = self.case.attend_inputs()
-        self.q.copy_(inputs.q.reshape(self.q.shape))
+        inputs = self._inputs()
+        self.q.copy_(by_row(inputs.q, self.case.geometry.lane_heads))
         for mine, fresh in zip(self.pools, inputs.pools, strict=True):
             mine.copy_(fresh)
         self.table.body.fill_(-77)
@@ -109,12 +127,20 @@ class DeviceTests(KitTests):
     kind = "backend"
 
     def test_graph_replay_follows_its_inputs(self, subject: Subject) -> None:
+        self._replay(subject, 1)
+
+    def test_graph_replay_follows_the_queries_of_rows(self, subject: Subject) -> None:
+        """A graph of several queries a row, of which each replay has others."""
+        self._replay(subject, most_queries(subject))
+
+    @staticmethod
+    def _replay(subject: Subject, most: int) -> None:
         _need_device(subject, "a captured graph")
         if not subject.entry.capabilities.capture:
             pytest.skip(f"{subject.entry.name} does not state capture")
         for plain in plain_geometries(subject):
             geometry, unit = _short(subject, plain), plain.unit
-            run = DecodeRun(subject, geometry, 3)
+            run = DecodeRun(subject, geometry, 3, most)
             run.decode()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -149,10 +175,12 @@ class DeviceTests(KitTests):
     def test_hot_hooks_read_nothing_on_the_host(self, subject: Subject) -> None:
         """No ``item()``, ``tolist()`` or ``nonzero()`` in a decode, seen on a CPU too."""
         require_interpreted(subject)
-        run = DecodeRun(subject, plain_geometries(subject)[0], 3)
-        run.set(((1, 40), (-1, 0), (2, 3)), 1)
-        with no_host_reads():
-            run.decode()
+        stated = subject.entry.capabilities.queries
+        for most in {1, 3 if stated is None else min(stated, 3)}:
+            run = DecodeRun(subject, plain_geometries(subject)[0], 3, most)
+            run.set(((1, 40), (-1, 0), (2, 3)), 1)
+            with no_host_reads():
+                run.decode()
 
     def test_attends_beyond_2_31_elements(self, subject: Subject) -> None:
         _need_device(subject, "a pool of 2**31 elements")

@@ -27,12 +27,16 @@ def with_queries(inputs: AttendInputs, counts: list[int], most: int) -> AttendIn
     return evolve(inputs, q=q.to(inputs.q.dtype), queries=queries)
 
 
-def _counts(subject: Subject) -> st.SearchStrategy[int]:
-    """Most queries of a row; skips backends that take one."""
+def most_queries(subject: Subject) -> int:
+    """Most queries of a row, up to 5; skips backends that take one."""
     stated = subject.entry.capabilities.queries
     if stated == 1:
         pytest.skip(f"{subject.entry.name} attends with one query a row")
-    return st.integers(2, min(stated or 5, 5))
+    return min(stated or 5, 5)
+
+
+def _counts(subject: Subject) -> st.SearchStrategy[int]:
+    return st.integers(2, most_queries(subject))
 
 
 def _adapted(subject: Subject) -> st.SearchStrategy[AdaptCase]:
