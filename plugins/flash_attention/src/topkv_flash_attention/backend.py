@@ -13,6 +13,8 @@ to the library, which makes it on the device in front of its own kernel in each 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -123,7 +125,7 @@ class FlashAttention:
         result, log = self.library.attend(
             *(query, keys, values, table, lengths, *self.logits, splits, zeros, target, counts)
         )
-        several = {} if counts is None else {
+        several: dict[str, Any] = {} if counts is None else {
             "QUERIES": queries, "p_queries": tables.queries, "s_from_query": result.stride(1),
             "s_from_lse_query": log.stride(1), "s_out_query": out.stride(1),
             "s_lse_query": lse.stride(1),

@@ -134,7 +134,7 @@ class FlashMLA:
         Heads that it pads are left out; queries that see nothing, padding too, are 0 and -inf.
         """
         lanes, queries, heads, _ = out.shape
-        several = {} if tables.queries is None else {
+        several: dict[str, Any] = {} if tables.queries is None else {
             "QUERIES": queries, "SHIFTED": self.by_pages, "p_queries": tables.queries,
             "s_from_query": result.stride(1), "s_lse_query": log.stride(1),
             "s_out_query": out.stride(1),

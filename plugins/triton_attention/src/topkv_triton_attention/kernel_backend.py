@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from topkv.hooks.backend import BackendSetup
@@ -33,7 +35,7 @@ class TritonAttentionKernels(TritonAttention):
             )
             return rows.attend, prefill
         sizes = (most, heads, setup.group_size, model.head_dim, model.scale, device)
-        more = {"softcap": model.softcap, "max_queries": setup.max_queries}
+        more: dict[str, Any] = {"softcap": model.softcap, "max_queries": setup.max_queries}
         factor = skip_factor(setup)
         if factor is None:
             return Decoder(*sizes, **more).attend, prefill

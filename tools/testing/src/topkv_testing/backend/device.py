@@ -55,8 +55,8 @@ class DecodeRun:
 
     def __init__(self, subject: Subject, geometry: Geometry, batch: int, most: int = 1) -> None:
         ring = max(2, newest_units(most, geometry.unit))
-        sizes = {"select": 40, "buffer": 44, "ring": ring, "max_requests": 6, "most": most}
-        self.case = AdaptCase(geometry, ((-1, 0),) * batch, (), **sizes)
+        sizes = (40, 44, ring, 6)
+        self.case = AdaptCase(geometry, ((-1, 0),) * batch, (), *sizes, most=most)
         self.backend, self.model, self.group = self.case.backend(subject)
         device, lanes = subject.tier.device, batch * geometry.lane_heads
         self.step = StepInputs.empty(self.group, batch, device)
