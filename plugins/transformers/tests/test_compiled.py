@@ -81,7 +81,7 @@ def test_compiled_steps_are_those_of_python(tiny, recording, backend, family, pa
     assert_near(ours_logits, logits)
     assert len(backend.graphs) == 1
     assert report.replayed == 14
-    assert report.compiled.keys() == report.seconds.keys() == {len(pads)}
+    assert report.compiled.keys() == report.seconds.keys() == {(len(pads), 1)}
     assert not report.uncompiled
     assert f"{len(pads)} rows compiled in " in str(report)
 
@@ -93,7 +93,7 @@ def test_each_number_of_rows_is_compiled_once(tiny, recording, backend):
         for pads in ((0,), (0, 3), (0,), (2, 0)):
             model.generate(**tiny.prompt(21, pads), do_sample=False, max_new_tokens=6)
         assert len(backend.graphs) == 2
-        assert handle.capture.compiled.keys() == handle.capture.seconds.keys() == {1, 2}
+        assert handle.capture.compiled.keys() == handle.capture.seconds.keys() == {(1, 1), (2, 1)}
 
 
 def test_layers_that_differ_are_compiled_one_by_one(tiny, recording, backend):
@@ -168,7 +168,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(tiny, recording, back
         ours, ours_logits, report = generated(model, prompt, settings)
     assert torch.equal(ours, stock)
     assert torch.equal(ours_logits, logits)
-    assert report.uncompiled.keys() == report.seconds.keys() == {2}
+    assert report.uncompiled.keys() == report.seconds.keys() == {(2, 1)}
     assert not report.compiled
     assert "2 rows not compiled: " in str(report)
 
@@ -196,7 +196,7 @@ def test_a_step_that_fails_before_its_misses_are_there_is_begun_again(
         )
     assert torch.equal(ours, stock)
     assert torch.equal(ours_logits, logits)
-    assert report.uncompiled.keys() == {1}
+    assert report.uncompiled.keys() == {(1, 1)}
 
 
 def test_an_interrupt_of_the_compiler_leaves_nothing_behind(tiny, check, recording, backend):
@@ -210,7 +210,7 @@ def test_an_interrupt_of_the_compiler_leaves_nothing_behind(tiny, check, recordi
         check.all_free(handle)
         ours = model.generate(**prompt, do_sample=False, max_new_tokens=16)
         assert torch.equal(ours, stock)
-        assert handle.capture.compiled.keys() == {1}
+        assert handle.capture.compiled.keys() == {(1, 1)}
         check.all_free(handle)
 
 
@@ -287,7 +287,7 @@ def test_inductor_fuses_what_is_between(tiny, check, recording, monkeypatch):
         ours, logits, report = generated(model, prompt, settings, 24)
     assert torch.equal(ours, sequences)
     check.close(logits.double(), stock, truth)
-    assert report.compiled.keys() == {3}
+    assert report.compiled.keys() == {(3, 1)}
     assert report.replayed == 22
     (code,) = codes
     called = code[code.index("def call(") :]

@@ -1,4 +1,5 @@
-"""Decode steps of a model, recorded once and replayed: a CUDA graph for each number of rows.
+"""Decode steps of a model, recorded once and replayed: a CUDA graph for each number of rows, and
+of tokens that each appends: one, or more where drafts are verified.
 
 A step of a decoder is hundreds of launches, and on a GPU Python takes longer to issue them than
 the GPU to run them. All that a step reads is at fixed addresses, ids and positions here,
@@ -30,6 +31,9 @@ from topkv_transformers.recorded_stock import FixedStock, are_steady
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.watch import ModelState
 
+Shape = tuple[int, int]
+"""Rows of a step, and the tokens that each appends."""
+
 Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Records what a body launches without running it, and returns what launches it."""
 
@@ -52,36 +56,41 @@ class CaptureReport:
 
     Attributes:
         off: every reason why no step is captured; empty where steps are.
-        graph_bytes: device memory that recordings took, by rows.
-        seconds: time that recording took, by rows.
-        replayed: steps that were replayed.
-        eager: why steps of that many rows are issued by Python, by rows.
-        compiled: time of the first step, which compiles the layers, by rows.
-        uncompiled: why layers run as they are although they were to be compiled, by rows.
+        graph_bytes: device memory that recordings took, by shape of the step, as all below.
+        seconds: time that recording took.
+        replayed: steps that were replayed, of all shapes.
+        eager: why steps are issued by Python.
+        compiled: time of the first step, which compiles the layers.
+        uncompiled: why layers run as they are although they were to be compiled.
     """
 
     off: list[str] = field(factory=list)
-    graph_bytes: dict[int, int] = field(factory=dict)
-    seconds: dict[int, float] = field(factory=dict)
+    graph_bytes: dict[Shape, int] = field(factory=dict)
+    seconds: dict[Shape, float] = field(factory=dict)
     replayed: int = 0
-    eager: dict[int, str] = field(factory=dict)
-    compiled: dict[int, float] = field(factory=dict)
-    uncompiled: dict[int, str] = field(factory=dict)
+    eager: dict[Shape, str] = field(factory=dict)
+    compiled: dict[Shape, float] = field(factory=dict)
+    uncompiled: dict[Shape, str] = field(factory=dict)
 
     def __str__(self) -> str:
         if self.off:
             return f"off: {'; '.join(self.off)}"
         reported = [f"{self.replayed} steps replayed"]
         reported += [
-            f"{rows} rows compiled in {took:.1f} s" for rows, took in self.compiled.items()
+            f"{_named(shape)} compiled in {took:.1f} s" for shape, took in self.compiled.items()
         ]
-        reported += [f"{rows} rows not compiled: {why}" for rows, why in self.uncompiled.items()]
-        for rows, seconds in self.seconds.items():
-            size = self.graph_bytes[rows] / 2**20
-            reported.append(f"{rows} rows recorded in {seconds:.2f} s and {size:.0f} MiB")
+        reported += [f"{_named(shape)} not compiled: {w}" for shape, w in self.uncompiled.items()]
+        for shape, seconds in self.seconds.items():
+            size = self.graph_bytes[shape] / 2**20
+            reported.append(f"{_named(shape)} recorded in {seconds:.2f} s and {size:.0f} MiB")
         return "; ".join(
-            [*reported, *(f"{rows} rows not: {why}" for rows, why in self.eager.items())]
+            [*reported, *(f"{_named(shape)} not: {why}" for shape, why in self.eager.items())]
         )
+
+
+def _named(shape: Shape) -> str:
+    rows, tokens = shape
+    return f"{rows} rows" if tokens == 1 else f"{rows} rows of {tokens} tokens"
 
 
 def refusals(decoder: Any, config: LoweredConfig) -> list[str]:
@@ -132,25 +141,25 @@ class CudaRecorder:
 
 
 class Step:
-    """A decode step of B rows: its inputs at fixed addresses, and its recording.
+    """A decode step of B rows of Q tokens: its inputs at fixed addresses, and its recording.
 
     Args:
-        rows: B.
+        shape: B and Q.
         device: of the model.
         layers: the decoder's, compiled; None to run them as they are.
         stock: what layers hold that topkv leaves alone.
 
     Attributes:
-        ids, positions: int64 ``[B, 1]``.
+        ids, positions: int64 ``[B, Q]``.
         output: what the decoder returned when it last ran; a replay fills its hidden state.
         replay: launches the recording; None until there is one.
     """
 
     def __init__(
-        self, rows: int, device: torch.device, layers: CompiledLayers | None, stock: FixedStock
+        self, shape: Shape, device: torch.device, layers: CompiledLayers | None, stock: FixedStock
     ) -> None:
-        self.layers, self.stock = layers, stock
-        self.ids, self.positions = torch.zeros((2, rows, 1), dtype=torch.long, device=device)
+        self.shape, self.layers, self.stock = shape, layers, stock
+        self.ids, self.positions = torch.zeros((2, *shape), dtype=torch.long, device=device)
         self.output: Any = None
         self.replay: Callable[[], Any] | None = None
 
@@ -158,9 +167,9 @@ class Step:
 class CapturedDecoder:
     """The ``forward`` of a decoder while its model is attached; replays what it can.
 
-    The first step of each number of rows runs in Python, so that kernels are compiled and
-    libraries set up; the second is recorded, which runs nothing, and replayed, as are all further
-    ones. Recordings are dropped when the decoder's modules have changed.
+    The first step of each shape runs in Python, so that kernels are compiled and libraries set up;
+    the second is recorded, which runs nothing, and replayed, as are all further ones. Recordings
+    are dropped when the decoder's modules have changed.
 
     Args:
         decoder: the decoder.
@@ -215,14 +224,14 @@ class CapturedDecoder:
         forward, cache = self.requests.forward, kwargs.get(CACHE)
         if forward is None or forward.chunks is not None or torch.is_grad_enabled():
             return False
-        if forward.model is None or forward.columns > 1:
+        if forward.model is None:
             return False
         if not isinstance(cache, TopkvCache) or cache.state is not forward.state:
             return False
         ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
-        if ids is None or len(ids) in self.report.eager:
+        if ids is None or tuple(ids.shape) in self.report.eager:
             return False
-        if positions is not None and positions.shape not in (ids.shape, (1, 1)):
+        if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
             return False
         # Some mixed models begin at 0 in each call that names no positions.
         if any(cache.state.stock) and (positions is None or not are_steady(cache.state)):
@@ -249,21 +258,25 @@ class CapturedDecoder:
     def _step(self, ids: Tensor, positions: Tensor | None, seen: int) -> Step:
         """The step of these rows, with its inputs in place."""
         # Transformers chooses other experts for decoding than for direct calls.
-        key = (len(ids), getattr(self.decoder.config, "_experts_implementation", None))
+        shape: Shape = (ids.shape[0], ids.shape[1])
+        key = shape, getattr(self.decoder.config, "_experts_implementation", None)
         step = self._steps.get(key)
         if step is None:
             layers = CompiledLayers(self.decoder, self._stand_in) if self.compiles else None
             stock = FixedStock(self.requests.stand_in.stock)
-            step = self._steps[key] = Step(len(ids), ids.device, layers, stock)
+            step = self._steps[key] = Step(shape, ids.device, layers, stock)
         step.ids.copy_(ids)
-        if positions is None:
+        if positions is not None:
+            step.positions.copy_(positions)
+        elif shape[1] == 1:
             step.positions.fill_(seen)
         else:
-            step.positions.copy_(positions)
+            torch.arange(seen, seen + shape[1], out=step.positions[0])
+            step.positions[1:] = step.positions[0]
         return step
 
     def _run(self, step: Step) -> Tensor:
-        """Run a step as far as it has come. Returns the hidden state ``[B, 1, hidden]``."""
+        """Run a step as far as it has come. Returns the hidden state ``[B, Q, hidden]``."""
         if step.output is not None and step.replay is None:
             self._record(step)
         if step.layers and step.output is None:
@@ -297,35 +310,33 @@ class CapturedDecoder:
     def _compile(self, step: Step) -> Tensor:
         """Run a step for the first time, which compiles its layers. If they cannot be, that is
         noted, and the forward begun again without."""
-        rows, began = len(step.ids), time.perf_counter()
+        began, shape = time.perf_counter(), step.shape
         try:
             hidden = self._body(step)
         except Exception as error:
-            what = (
-                f"the layers cannot be compiled for a decode step of {rows} rows and run as they"
-            )
-            self.report.uncompiled[rows] = _warn(f"{what} are", error)
+            what = f"the layers cannot be compiled for a decode step of {_named(shape)}"
+            self.report.uncompiled[shape] = _warn(f"{what} and run as they are", error)
             step.layers = None
             self.requests.reopen()
             return self._body(step)
-        self.report.compiled[rows] = time.perf_counter() - began
+        self.report.compiled[shape] = time.perf_counter() - began
         return hidden
 
     def _record(self, step: Step) -> None:
         """Record a step. One that cannot be is noted, and its forward begun again."""
-        rows, device, began = len(step.ids), step.ids.device, time.perf_counter()
+        shape, device, began = step.shape, step.ids.device, time.perf_counter()
         try:
             with _RECORDING:
                 before = _free_bytes(device)
                 step.replay = self.recorder(lambda: self._body(step))
-                self.report.graph_bytes[rows] = before - _free_bytes(device)
+                self.report.graph_bytes[shape] = before - _free_bytes(device)
         except Exception as error:
             step.replay = None
-            what = f"a decode step of {rows} rows cannot be captured and is issued by Python from"
-            self.report.eager[rows] = _warn(f"{what} now on", error)
+            what = f"a decode step of {_named(shape)} cannot be captured and is issued by Python"
+            self.report.eager[shape] = _warn(f"{what} from now on", error)
             self.requests.reopen()
             return
-        self.report.seconds[rows] = time.perf_counter() - began
+        self.report.seconds[shape] = time.perf_counter() - began
 
 
 def _warn(what: str, error: Exception) -> str:
