@@ -186,6 +186,25 @@ def check():
 
 
 @pytest.fixture
+def steps(monkeypatch):
+    """Queries of each decode step of the coordinator of a handle, in a list for each call."""
+
+    def watched(handle):
+        found = []
+        begin = handle.coordinator.forward_begin
+
+        def counted(*args, **kwargs):
+            if kwargs.get("decode"):
+                found.append(kwargs["queries"])
+            return begin(*args, **kwargs)
+
+        monkeypatch.setattr(handle.coordinator, "forward_begin", counted)
+        return found
+
+    return watched
+
+
+@pytest.fixture
 def recording(monkeypatch):
     """Settings under which steps are recorded; on a CPU by a recorder of operators."""
     if not CUDA:

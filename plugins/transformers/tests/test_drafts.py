@@ -11,25 +11,6 @@ from topkv.errors import CapabilityError
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
-@pytest.fixture
-def steps(monkeypatch):
-    """Queries of each decode step of the coordinator of ``watched``."""
-    found = []
-
-    def watched(handle):
-        begin = handle.coordinator.forward_begin
-
-        def counted(*args, **kwargs):
-            if kwargs.get("decode"):
-                found.append(kwargs["queries"])
-            return begin(*args, **kwargs)
-
-        monkeypatch.setattr(handle.coordinator, "forward_begin", counted)
-        return found
-
-    return watched
-
-
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 @pytest.mark.parametrize("unit", [1, 4])
 def test_drafts_change_no_token(tiny, check, steps, drafts, unit):

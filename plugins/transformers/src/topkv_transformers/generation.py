@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,13 @@ from transformers import PreTrainedModel
 
 from topkv.errors import CapabilityError, OutOfMemory, RequestError
 from topkv_transformers.cache import TopkvCache
+from topkv_transformers.drafts import (
+    assistant_reasons,
+    assisted,
+    lookup_reasons,
+    most_tokens,
+    shared_reasons,
+)
 from topkv_transformers.forwards import left_padding
 from topkv_transformers.inputs import last_column
 from topkv_transformers.names import cache_in, with_cache
@@ -31,10 +39,17 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "force_words_ids": ((), "constrained beams are not supported; give force_words_ids=None"),
     "penalty_alpha": ((0, 0.0), "contrastive search is not supported; give penalty_alpha=None"),
     "dola_layers": ((), "DoLa is not supported; give dola_layers=None"),
-    "assistant_model": ((), "assisted decoding is not supported; leave assistant_model out"),
     "assistant_early_exit": (
         (),
-        "assisted decoding is not supported; give assistant_early_exit=None",
+        "drafts of a model's own first layers are not supported; give assistant_early_exit=None",
+    ),
+    "assistant_tokenizer": (
+        (),
+        "an assistant of another tokenizer is not supported; leave assistant_tokenizer out",
+    ),
+    "speculation_type": (
+        (),
+        "assistants that read hidden states are not supported; give speculation_type=None",
     ),
     "use_mtp": ((False,), "multi-token prediction is not supported; give use_mtp=False"),
     "custom_generate": ((), "custom decoding loops are not supported; leave custom_generate out"),
@@ -114,43 +129,46 @@ class Call:
         """The most tokens that prompt lookup drafts for a step; 0 without it."""
         return self.option("prompt_lookup_num_tokens") or 0
 
-    def refuse(self, most: int, mixed: bool, seen: int) -> None:
+    @property
+    def assistant(self) -> Any:
+        """The model that drafts; None without one, or where prompt lookup goes before it."""
+        return None if self.drafts else self.option("assistant_model")
+
+    @property
+    def assists(self) -> bool:
+        """True if this call drafts for another model, which calls it again and again with the
+        cache that it returned, cut to what was accepted."""
+        return bool(self.option("is_assistant"))
+
+    def refuse(self, requests: CacheRequests, seen: int) -> None:
         """Raise CapabilityError with every option that topkv does not offer.
 
         Args:
-            most: ``max_queries`` of the configuration.
-            mixed: layers of Transformers stand beside ours.
+            requests: of the model's caches.
             seen: columns that the cache holds.
         """
         reasons = refused_options(self.option)
-        if self.drafts:
-            reasons += self._draft_reasons(most, mixed, seen)
+        if self.drafts or self.assistant is not None:
+            reasons += self._draft_reasons(requests, seen)
         mask = self.arguments.get("attention_mask")
         if mask is not None and mask.ndim != 2:
             reasons.append(f"attention_mask: expected [B, n], got shape {list(mask.shape)}")
         if reasons:
             raise CapabilityError("generate cannot do this through topkv", reasons)
 
-    def _draft_reasons(self, most: int, mixed: bool, seen: int) -> list[str]:
-        """Reasons against prompt lookup; arguments as of ``refuse``."""
-        reasons, tokens = [], self.drafts + 1
-        if tokens > most:
-            reasons.append(
-                f"a step verifies {tokens} tokens of a row, and max_queries is {most}; set it to "
-                f"{tokens}"
-            )
-        if mixed:
-            reasons.append(
-                "layers that slide over a window or keep a state forget what drafts have "
-                "replaced; leave it out"
-            )
-        if seen:
-            reasons.append(
-                "Transformers would append all ids again behind those that the cache holds; pass "
-                "all ids without past_key_values"
-            )
-        name, without = f"prompt_lookup_num_tokens={self.drafts}", "prompt_lookup_num_tokens=None"
-        return [f"{name}: {reason}, or give {without}" for reason in reasons]
+    def _draft_reasons(self, requests: CacheRequests, seen: int) -> list[str]:
+        """Reasons against drafts; arguments as of ``refuse``."""
+        rows, columns = self.mask().shape[:2]
+        rows *= self.option("num_return_sequences") or 1
+        if self.drafts:
+            name, without = "prompt_lookup_num_tokens", "give prompt_lookup_num_tokens=None"
+            reasons = lookup_reasons(requests, self.drafts)
+        else:
+            name, without = "assistant_model", "leave assistant_model out"
+            reasons = assistant_reasons(requests, self.assistant, columns, self.new_tokens())
+        reasons += shared_reasons(requests, rows, seen)
+        named = f"{name}={_short(self.option(name))}"
+        return [f"{named}: {reason}, or {without}" for reason in reasons]
 
     def columns_given(self) -> int:
         """Columns of the prompt that was passed."""
@@ -170,6 +188,8 @@ class Call:
         inputs = self._inputs()
         if inputs is None:
             return torch.ones((1, 1), dtype=torch.long, device=self.device)
+        if self.assists:  # Transformers has left out a mask of ones
+            return torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
         pad, eos = self.option("pad_token_id"), self.option("eos_token_id")
         ends = [eos] if isinstance(eos, int) else eos
         if inputs.ndim == 2 and pad is not None and (ends is None or pad not in ends):
@@ -217,7 +237,9 @@ class Call:
                 f"generate needs room for {tokens.tolist()} further tokens in {len(tokens)} rows, "
                 f"prompt and new tokens: {error}"
             ) from error
-        state.padding, state.prompt = padding, columns
+        state.padding = padding
+        if not (self.assists and state.prompt):
+            state.prompt = columns
 
     def _stored_at_once(self, cache: TopkvCache, tokens: np.ndarray) -> np.ndarray:
         """Most tokens of each row that are stored at a time, of ``tokens`` to come: a stage may
@@ -305,6 +327,28 @@ def _check_used(model: PreTrainedModel, cache: TopkvCache, before: int) -> None:
         )
 
 
+@contextmanager
+def _verifying(model: PreTrainedModel, call: Call, cache: TopkvCache) -> Iterator[None]:
+    """Let forwards over a cache verify drafts inside, where a call has some."""
+    requests, state = cache.requests, cache.state
+    most = requests.coordinator.config.max_queries
+    if call.assists:
+        # Its drafts are taken back between its calls, and each call begins with two tokens.
+        state.most = most
+        yield
+        return
+    if call.assistant is None:
+        state.most, held = most if call.drafts else 1, nullcontext()
+    else:
+        state.most = most_tokens(requests, call.assistant)
+        held = assisted(model, call.assistant, state.most)
+    try:
+        with held:
+            yield
+    finally:
+        state.most = 1
+
+
 def generate(
     model: PreTrainedModel,
     requests: CacheRequests,
@@ -330,24 +374,19 @@ def generate(
         return original(**arguments)
     with requests.exclusive(), requests.watch.unchanged():
         call = Call(model, arguments, salt)
-        most = requests.coordinator.config.max_queries
-        held = 0 if given is None else given.state.seen
-        call.refuse(most, any(requests.stand_in.stock), held)
+        call.refuse(requests, 0 if given is None else given.state.seen)
         cache = TopkvCache(requests) if given is None else given
         cache.check_owner(requests)
         before, kept = cache.state.seen, cache.state.stock.keep()
         try:
-            if not call.drafts:  # prompt lookup begins with a forward of all ids
+            if not call.drafts and call.assistant is None:  # else all ids are in one forward
                 prefixes.take_over(call, cache)
             call.admit(cache)
             arguments = with_cache(arguments, cache)
             arguments |= {"attention_mask": call.mask(), **call.ours()}
             reached = cache.state.seen
-            cache.state.most = most if call.drafts else 1
-            try:
+            with _verifying(model, call, cache):
                 output = original(**arguments)
-            finally:
-                cache.state.most = 1
             _check_used(model, cache, reached)
         except BaseException:
             requests.truncate(cache.state, before, kept)

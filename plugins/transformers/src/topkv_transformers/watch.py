@@ -82,8 +82,9 @@ class ModelWatch:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Look once now, and not again inside: nothing there changes the model."""
-        self.look()
+        """Look once now, and not again inside, nor in calls of this within: nothing there changes
+        the model."""
+        self.current()
         before, self._trusted = self._trusted, True
         try:
             yield
