@@ -96,6 +96,22 @@ def test_each_number_of_rows_is_compiled_once(tiny, recording, backend):
         assert handle.capture.compiled.keys() == handle.capture.seconds.keys() == {(1, 1), (2, 1)}
 
 
+def test_steps_of_each_number_of_tokens_are_compiled(tiny, recording, backend):
+    """Prompt lookup drafts up to three tokens; each number is a graph of its own."""
+    model, prompt = tiny.model(), tiny.prompt(45)
+    more = {"do_sample": False, "max_new_tokens": 40, "prompt_lookup_num_tokens": 3}
+    stock = model.generate(**prompt, **more)
+    settings = tiny.settings(**recording, compile=True, max_queries=4, ring_tokens=16)
+    with topkv.attach(model, settings) as handle:
+        for _ in range(2):
+            assert torch.equal(model.generate(**prompt, **more), stock)
+        shapes = handle.capture.compiled.keys()
+        assert {(1, 1), (1, 4)} <= shapes <= {(1, tokens) for tokens in range(1, 5)}
+        assert len(backend.graphs) == len(shapes)
+        assert handle.capture.seconds.keys() <= shapes
+        assert handle.capture.replayed
+
+
 def test_layers_that_differ_are_compiled_one_by_one(tiny, recording, backend):
     """Such layers are more than dynamo is set to compile of one function."""
     model, prompt = tiny.model(layers=4), tiny.prompt(9)
