@@ -171,6 +171,14 @@ def test_a_model_whose_layers_are_dense_is_refused():
     made.close()
 
 
+def test_queries_that_select_for_themselves_are_refused():
+    coordinator = make_coordinator(tier("cpu"), max_queries=2, verification="exact", ring_tokens=6)
+    refused = pytest.raises(CapabilityError, match="set verification to 'joint'")
+    with refused, recording(coordinator):
+        pass
+    coordinator.close()
+
+
 def test_a_recording_of_nothing_is_a_trace(coordinator):
     with recording(coordinator) as recorder:
         pass

@@ -28,6 +28,8 @@ def recorded_machine(*args, **options):
 
     class Recorded(lifecycle_machine(*args, **options)):
         def set_up(self, *args, **options):
+            options |= {"verification": "joint"}  # exact ones are refused
+            options |= {"max_queries": 1} if options["stages"] else {}
             super().set_up(*args, **options)
             self.open = recording(self.coordinator)
             self.recorder = self.open.__enter__()

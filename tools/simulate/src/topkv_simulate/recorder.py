@@ -87,6 +87,15 @@ class Recorder:
         ]
         if not self._groups:
             raise CapabilityError("nothing can be recorded", ["all layers are dense"])
+        if any(config.groups[index].singly for index in self._groups):
+            raise CapabilityError(
+                "selections of single queries cannot be recorded",
+                [
+                    f"with verification {config.verification!r} each of max_queries = "
+                    f"{config.max_queries} queries of a row selects for itself, and a trace has "
+                    "one selection a step; set verification to 'joint', or max_queries to 1"
+                ],
+            )
         if coordinator.requests.active.any():
             raise RequestError(
                 "recording begins before the first request, because what buffers hold by now is "
