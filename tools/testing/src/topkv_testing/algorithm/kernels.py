@@ -46,6 +46,13 @@ def attention_mass(bench: AlgorithmBench, slot: int, q: Tensor, chosen: list[lis
     )
 
 
+def measured(bench: AlgorithmBench, slot: int, q: Tensor, chosen: list[list[int]]) -> Tensor:
+    """The worth of a selection to queries ``[1, H, D]``: ``attention_mass``, or ``index_share``
+    where the model's indexer has weights."""
+    measure = attention_mass if bench.case.weights is None else index_share
+    return measure(bench, slot, q, chosen)
+
+
 def require_both(subject: Subject) -> None:
     """Skip a comparison of kernels with the reference where one of them is missing."""
     impls = subject.entry.impls
@@ -166,9 +173,8 @@ def assert_alike(
         results: ids of both benches, by row and lane.
     """
     bench = benches[0]
-    measure = attention_mass if bench.case.weights is None else index_share
     for row, slot in enumerate(slots):
-        expected, got = (measure(bench, slot, q[row], result[row]) for result in results)
+        expected, got = (measured(bench, slot, q[row], result[row]) for result in results)
         assert (expected - got).abs().max() <= options_of(bench.subject).mass, (
             f"the reference selects {results[0][row]} of mass {expected.tolist()}, the kernels "
             f"{results[1][row]} of mass {got.tolist()}"
