@@ -8,7 +8,8 @@ bytes are the keys with their scales, read once; ``read_gbs`` is what a plain su
 ``times_bound`` is scoring over the time that a sum takes for as many. ``--topk`` names further
 implementations of exact top-k to select with: ``topk_..._us`` is scoring and selection by one, and
 ``topk_..._times_bound`` that over the time of the sum. ``--sweep`` instead tries shapes of the
-score kernel; ``--prompt`` times the selection of the last 256 rows of a prompt.
+score kernel; ``--prompt`` times the selection of the last 256 rows of a prompt; ``--queries N``
+gives each request N queries.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def per_call(call: Callable[[], object]) -> float:
 
 
 def prepare(
-    requests: int, tokens: int, keys: str, page: int = PAGE
+    requests: int, tokens: int, keys: str, page: int = PAGE, most: int = 1
 ) -> tuple[DeepSeekDSATriton, LayerView]:
     """An instance, and a layer whose requests are full of random keys."""
     model = ModelShape(
@@ -85,7 +86,8 @@ def prepare(
         made: TopK = registry().create("topk", entry.defaults["topk"], setup, "triton")
         return made
 
-    algorithm = DeepSeekDSATriton(AlgorithmSetup(model, group, given, device, stated))
+    setup = AlgorithmSetup(model, group, given, device, stated, most)
+    algorithm = DeepSeekDSATriton(setup)
     pages = tokens // page
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     (spec,) = algorithm.spec().representations
@@ -93,7 +95,7 @@ def prepare(
     pool = torch.zeros(shape, dtype=spec.dtype, device="cuda")
     full = torch.full((requests,), tokens, **INTS)
     step = StepTensors(
-        *(torch.arange(requests, **INTS), full, full, torch.ones_like(full), full * 0),
+        *(torch.arange(requests, **INTS), full, full, torch.full_like(full, most), full * 0),
         table.to(**INTS),
     )
     ring = torch.zeros((requests, 1, 32, 1, 1, LATENT), device="cuda", dtype=torch.bfloat16)
@@ -116,10 +118,11 @@ def measure(
     bandwidth: float,
     page: int = PAGE,
     topks: Sequence[str] = (),
+    most: int = 1,
 ) -> dict[str, object]:
-    algorithm, layer = prepare(requests, tokens, keys, page)
-    q, weights = queries(requests)
-    k = torch.randn(requests, 1, DIM, device="cuda", dtype=torch.bfloat16)
+    algorithm, layer = prepare(requests, tokens, keys, page, most)
+    q, weights = queries(requests * most)
+    k = torch.randn(requests, most, 1, DIM, device="cuda", dtype=torch.bfloat16)
     ids = torch.empty(requests, SELECT, **INTS)
     (spec,) = algorithm.spec().representations
     moved = spec.bytes * tokens * requests
@@ -128,7 +131,8 @@ def measure(
     bound = moved / bandwidth / 1e3
 
     def select() -> None:
-        algorithm.retrieve_topk(layer, q[:, None], weights[:, None], Selection(ids))
+        rows = (x.unflatten(0, (requests, most)) for x in (q, weights))
+        algorithm.retrieve_topk(layer, *rows, Selection(ids))
 
     taken = per_call(select)
     chosen, others = ids.clone(), {}
@@ -145,6 +149,7 @@ def measure(
         "requests": requests,
         "tokens": tokens,
         "keys": keys,
+        "queries": most,
         "update_us": round(per_call(lambda: algorithm.update(layer, k, k)), 2),
         "score_us": round(score, 2),
         "retrieve_us": round(taken, 2),
@@ -153,7 +158,7 @@ def measure(
         "times_bound": round(score / bound, 2),
         "retrieve_times_bound": round(taken / bound, 2),
         **others,
-        "tflops": round(2 * HEADS * DIM * tokens * requests / score / 1e6, 1),
+        "tflops": round(2 * HEADS * DIM * tokens * requests * most / score / 1e6, 1),
     }
 
 
@@ -211,12 +216,16 @@ def prompts(bandwidth: float) -> Iterator[dict[str, object]]:
 
 
 def variants(
-    requests: Sequence[int], tokens: Sequence[int], topks: Sequence[str], bandwidth: float
+    requests: Sequence[int],
+    tokens: Sequence[int],
+    topks: Sequence[str],
+    bandwidth: float,
+    most: int,
 ) -> Iterator[dict[str, object]]:
     for keys in ("fp8", "bf16"):
         for context in tokens:
             for count in requests:
-                yield measure(count, context, keys, bandwidth, topks=topks)
+                yield measure(count, context, keys, bandwidth, topks=topks, most=most)
 
 
 def read_gbs() -> float:
@@ -230,6 +239,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--queries", type=int, default=1, help="of each request")
     parser.add_argument("--topk", nargs="+", default=[], help="select with these as well")
     parser.add_argument("--sweep", action="store_true", help="try shapes of the score kernel")
     parser.add_argument("--prompt", action="store_true", help="time rows of a prompt")
@@ -245,7 +255,9 @@ def main() -> None:
     elif options.prompt:
         chosen = prompts(bandwidth)
     else:
-        chosen = variants(options.requests, options.tokens, options.topk, bandwidth)
+        chosen = variants(
+            options.requests, options.tokens, options.topk, bandwidth, options.queries
+        )
     for cell in chosen:
         cells.append(cell)
         print(cell, flush=True)

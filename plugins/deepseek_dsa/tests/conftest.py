@@ -81,7 +81,9 @@ class World:
         requests=3,
         seed=0,
         spare=0,
+        max_queries=1,
     ):
+        self.max_queries = max_queries
         self.device, self.page, self.fp8 = torch.device(device), page, keys == "fp8"
         self.power_of_two = scale_format == "ue8m0"
         self.model = ModelShape(
@@ -137,7 +139,7 @@ class World:
                 group or self.group,
                 params_of(topkv_register_algorithms()[0], params),
             ),
-            *(self.device, self._topk),
+            *(self.device, self._topk, self.max_queries),
         )
         return MADE[impl](setup)
 
@@ -157,8 +159,14 @@ class World:
 
     def queries(self, rows):
         """Queries ``[rows, 1, H, D]`` and weights of both signs, fp32 ``[rows, H]``."""
-        q = torch.randn(rows, 1, self.heads, self.dim, generator=self.generator)
-        return q.to(self.model.dtype), torch.randn(rows, self.heads, generator=self.generator)
+        q, weights = self.several(rows, 1)
+        return q, weights[:, 0]
+
+    def several(self, rows, queries):
+        """``[rows, Q, H, D]`` and ``[rows, Q, H]`` of the same."""
+        q = torch.randn(rows, queries, self.heads, self.dim, generator=self.generator)
+        weights = torch.randn(rows, queries, self.heads, generator=self.generator)
+        return q.to(self.model.dtype), weights
 
     def prefill(self, slot, keys, chunks=()):
         """Construct in chunks that end at the given positions."""
@@ -173,11 +181,12 @@ class World:
         keys = keys[:, None].to(self.device)
         self.indexer.construct(self.layer, slot, start, keys, nothing, nothing, nothing)
 
-    def rows(self, slots, appended=0):
-        """Step tensors of a batch of these slots; -1 pads."""
+    def rows(self, slots, appended=0, each=()):
+        """Step tensors of a batch of these slots; -1 pads. Rows append one number, or ``each``."""
         ints = {"dtype": torch.int32, "device": self.device}
         lengths = [len(self.keys[slot]) if slot >= 0 else 0 for slot in slots]
-        values = (slots, lengths, lengths, [appended * (slot >= 0) for slot in slots])
+        each = each or [appended * (slot >= 0) for slot in slots]
+        values = (slots, lengths, lengths, each)
         fixed = [torch.tensor(value, **ints) for value in values]
         self.layer.step = StepTensors(*fixed, torch.zeros(len(slots), **ints), self.table)
 
@@ -196,13 +205,20 @@ class World:
 
     def retrieve(self, q, weights, slots):
         """ids ``[B, K]`` from a poisoned result, checked for form, as sets."""
-        self.rows(slots)
-        ids = torch.full((len(slots), self.group.select), -7, dtype=torch.int32).to(self.device)
-        self.indexer.retrieve_topk(
-            self.layer, q.to(self.device), weights[:, None].to(self.device), Selection(ids)
+        return self.retrieve_several(
+            q, weights[:, None], slots, [0] * len(slots), [0] * len(slots)
         )
+
+    def retrieve_several(self, q, weights, slots, appended, left=None):
+        """Sets of rows ``[B, Q]`` that append a number of tokens each. The newest ``left`` of a
+        row are not selectable, those that it appends if None."""
+        self.rows(slots, each=appended)
+        ids = torch.full((len(slots), self.group.select), -7, dtype=torch.int32).to(self.device)
+        inputs = (self.layer, q.to(self.device), weights.to(self.device))
+        self.indexer.retrieve_topk(*inputs, Selection(ids))
         lengths = [len(self.keys[slot]) if slot >= 0 else 0 for slot in slots]
-        return self.formed(ids, lengths)
+        left = [max(count, 1) for count in appended] if left is None else left
+        return self.formed(ids, [max(n - m, 0) for n, m in zip(lengths, left, strict=True)])
 
     def prompt(self, slot, start, q, weights):
         """Sets of ``retrieve_prompt`` for queries ``[m, H, D]``."""

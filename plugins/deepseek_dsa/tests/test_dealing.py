@@ -21,6 +21,7 @@ CUDA = torch.cuda.is_available()
 def dealt_kernel(
     p_slots,
     p_lengths,
+    p_appended,
     p_out,
     rows,
     running,
@@ -29,10 +30,12 @@ def dealt_kernel(
     select,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
     CUDA: tl.constexpr,
 ):
     row, block, tiles = dealing.dealt(
-        p_slots, p_lengths, rows, running, waves, rate, select, TILE, ROWS, CUDA
+        *(p_slots, p_lengths, p_appended, rows, running, waves, rate, select),
+        *(TILE, ROWS, QUERIES, CUDA),
     )
     at = p_out + 3 * tl.program_id(0)
     tl.store(at, row)
@@ -44,8 +47,11 @@ def tiles_of(length: int, slot: int) -> int:
     return -(-length // TILE) if slot >= 0 and length > SELECT else 0
 
 
-def check(capacity: int, running: int, lengths: list[int], slots: list[int]) -> float:
-    """Blocks of rows of up to ``capacity`` tiles, for all programs.
+def check(
+    capacity: int, running: int, lengths: list[int], slots: list[int], queries: int = 1
+) -> float:
+    """Blocks of rows of up to ``capacity`` tiles, for all programs. Rows of several ``queries``
+    have 1 to as many tokens more, which nobody scores.
 
     Returns:
         Tiles of the largest one over what each of the programs would have of all.
@@ -54,11 +60,16 @@ def check(capacity: int, running: int, lengths: list[int], slots: list[int]) -> 
     programs = programs_of(rows, capacity, running)
     ints = {"dtype": torch.int32, "device": device}
     out = torch.full((programs, 3), -7, **ints)
+    # The first row appends nothing, and has one query all the same.
+    appended = [row % (queries + 1) for row in range(rows)]
+    new = [0 if queries == 1 else max(each, 1) for each in appended]
+    every = [[length + more for length, more in zip(lengths, new, strict=True)], appended]
     dealt_kernel[(programs,)](
-        *(torch.tensor(slots, **ints), torch.tensor(lengths, **ints), out, rows, running),
+        *(torch.tensor(slots, **ints), *torch.tensor(every, **ints), out, rows, running),
         *(waves_of(rows, running), rate_of(running), SELECT),
         TILE=TILE,
         ROWS=triton.next_power_of_2(rows),
+        QUERIES=queries,
         CUDA=CUDA,
     )
     wanted = [tiles_of(*each) for each in zip(lengths, slots, strict=True)]
@@ -100,7 +111,8 @@ def test_every_tile_is_dealt_once():
     @settings(deadline=None, max_examples=60)
     @given(st.data(), st.integers(1, 40), st.integers(1, 9))
     def inner(data, capacity, running):
-        check(capacity, running, *rows_of(data, 7, capacity))
+        queries = data.draw(st.integers(1, 4))
+        check(capacity, running, *rows_of(data, 7, capacity), queries)
 
     inner()
 

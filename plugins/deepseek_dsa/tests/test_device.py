@@ -56,6 +56,33 @@ def test_long_requests(world, form, dtype, scale_format):
     check(w, [1, 5])
 
 
+@pytest.mark.parametrize("queries", [2, 3, 4, 8])
+def test_long_requests_of_several_queries(world, form, queries):
+    """A token is worth the best of its row's queries, which one product holds, or two."""
+    lengths = (16384, 9001, 2050, 4097)
+    make = {"keys": form, "requests": 5, "max_queries": 8}
+    w = world.filled("triton", "cuda", lengths=lengths, pages=256, **make, **SHAPE)
+    slots, appended = [3, 0, -1, 1, 2], [1, queries, 0, queries - 1, 0]
+    q, weights = w.several(5, queries)
+    w.indexer.launcher.scores.fill_(torch.nan)
+    sets = w.retrieve_several(q, weights, slots, appended)
+    for row, slot in enumerate(slots):
+        new = max(appended[row], 1)
+        length = len(w.keys[slot]) - new if slot >= 0 else 0
+        assert w.indexer.launcher.scores[row, length:].isnan().all()
+        if not length:
+            continue
+        asked = [(slot, q[row, nth], weights[row, nth]) for nth in range(new)]
+        truth = torch.stack([truth_of(w, *each) for each in asked]).amax(0)[:length]
+        rough = torch.stack([w.rough(*each) for each in asked]).amax(0)[:length].cuda().double()
+        off = (w.indexer.launcher.scores[row, :length].double() - truth).abs().max()
+        band = 2 * (rough - truth).abs().max() + 2**-21 * truth.abs().max()
+        assert off <= band + max(w.slack(*each) for each in asked)
+        chosen = torch.zeros(length, dtype=torch.bool, device="cuda")
+        chosen[sorted(sets[row])] = True
+        assert truth[chosen].min() >= truth[~chosen].max() - 2 * off
+
+
 def test_programs_of_many_tiles(world, form):
     """Programs have as many tiles as in long requests: few run at a time, in several waves too."""
     lengths = (16384, 9001, 2049, 2048, 12345)

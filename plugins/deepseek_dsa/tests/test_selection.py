@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topkv_deepseek_dsa import launch
 from topkv_deepseek_dsa.launch import DeepSeekDSATriton
 from topkv_testing.tolerance import assert_as_good
 
@@ -63,6 +64,36 @@ def test_the_shape_of_the_model(world, impl, device, form):
 def test_pages_of_other_sizes(world, impl, device, kept, page):
     make = {"keys": kept, "page": page, "pages": 6, "lengths": (90, 33, 48)}
     check_against_float64(world.filled(impl, device, **make), [2, 0, 1])
+
+
+@pytest.mark.parametrize("columns", [0, 32, 256])
+@pytest.mark.parametrize("queries", [2, 3, 4])
+def test_several_queries_rank_by_the_best_of_them(
+    world, impl, device, form, queries, columns, monkeypatch
+):
+    """In one product, and one product after the other; padding has any bits."""
+    monkeypatch.setattr(launch, "COLUMNS", dict.fromkeys(launch.COLUMNS, columns))
+    w = world.filled(impl, device, keys=form, max_queries=4, requests=4)
+    slots, appended = [1, 0, -1, 2], [0, queries, 0, queries - 1]
+    q, weights = w.several(4, queries)
+    for row, count in enumerate(appended):
+        q[row, max(count, 1) :], weights[row, max(count, 1) :] = torch.nan, torch.nan
+    sets = w.retrieve_several(q, weights, slots, appended)
+    for row, slot in enumerate(slots):
+        real = range(max(appended[row], 1))
+        length = len(w.keys[slot]) - len(real) if slot >= 0 else 0
+        if length <= w.group.select:
+            assert sets[row] == set(range(length))
+            continue
+        asked = [(slot, q[row, nth], weights[row, nth]) for nth in real]
+        truth, rough = (
+            torch.stack([score(*each) for each in asked]).amax(0)[:length]
+            for score in (w.oracle, w.rough)
+        )
+        off = 2 * (rough.double() - truth).abs().max() + 2**-21 * truth.abs().max()
+        off += max(w.slack(*each) for each in asked)
+        left = sorted(set(range(length)) - sets[row])
+        assert truth[sorted(sets[row])].min() >= truth[left].max() - 2 * off
 
 
 def whole(generator, *shape):

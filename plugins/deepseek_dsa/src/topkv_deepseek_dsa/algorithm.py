@@ -33,6 +33,9 @@ class DeepSeekDSA(OwnIndex):
     Otherwise keys and queries are of the model's dtype. A stored key depends on its key alone. Of
     equal scores the lower token wins.
 
+    Several queries of a row select together: a token is worth the largest of their scores. Their
+    own tokens do not compete, as they are attended anyway.
+
     In steps a token that is on the device already is worth ``sticky`` more. Index scores are what
     the indexer's training puts into a softmax, so their unit is that of a natural logarithm.
     """
@@ -74,14 +77,20 @@ class DeepSeekDSA(OwnIndex):
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
     ) -> Selection:
-        step = layer.step
-        q, weights = self._asked(q, weights, (step.batch, 1))
-        counts = step.lengths * (step.slots >= 0)
+        step, queries = layer.step, q.shape[1]
+        q, weights = self._asked(q, weights, self.step_rows(layer, q))
+        real = step.appended.clamp(min=1)
+        counts = step.lengths if queries == 1 else (step.lengths - real).clamp(min=0)
+        counts = counts * (step.slots >= 0)
         tokens = torch.arange(self.group.max_units, device=q.device).expand(step.batch, -1)
         # Behind the length stands no page: read page 0; top-k leaves its scores out.
-        tokens = torch.where(tokens < counts[:, None], tokens, 0)
-        slots = step.slots.clamp(min=0)[:, None].expand_as(tokens)
+        tokens = torch.where(tokens < counts[:, None], tokens, 0).repeat_interleave(queries, 0)
+        slots = step.slots.clamp(min=0).repeat_interleave(queries)[:, None].expand_as(tokens)
         scores = self._score(layer, slots, tokens, q, weights)
+        # The first query is real in any row; padding has any bits.
+        padding = torch.arange(queries, device=q.device) >= real[:, None]
+        scores = scores.unflatten(0, (-1, queries))
+        scores = scores.masked_fill(padding[..., None], float("-inf")).amax(1)
         prefer_resident(layer, scores, counts, self.settings.sticky, impl="reference")
         topk(scores, counts, out.ids, impl="reference")
         return out

@@ -29,11 +29,20 @@ def _uniform(x, CUDA: tl.constexpr):
 
 
 @triton.jit
-def lengths_of(p_slots, p_lengths, rows, ROWS: tl.constexpr):
-    """All rows and how many tokens they have."""
+def length_of(p_slots, p_lengths, p_appended, r, rows, QUERIES: tl.constexpr):
+    """Selectable tokens of rows ``r``: of several queries those before all of them."""
+    length = tl.load(p_lengths + r, r < rows, other=0)
+    if QUERIES > 1:
+        length -= tl.maximum(tl.load(p_appended + r, r < rows, other=1), 1)
+    length = tl.maximum(length, 0)
+    return tl.where(tl.load(p_slots + r, r < rows, other=-1) < 0, 0, length)
+
+
+@triton.jit
+def lengths_of(p_slots, p_lengths, p_appended, rows, ROWS: tl.constexpr, QUERIES: tl.constexpr):
+    """All rows and how many tokens they can select."""
     r = tl.arange(0, ROWS)
-    length = tl.maximum(tl.load(p_lengths + r, r < rows, other=0), 0)
-    return r, tl.where(tl.load(p_slots + r, r < rows, other=-1) < 0, 0, length)
+    return r, length_of(p_slots, p_lengths, p_appended, r, rows, QUERIES)
 
 
 @triton.jit
@@ -46,6 +55,7 @@ def _blocks(tiles, share):
 def dealt(
     p_slots,
     p_lengths,
+    p_appended,
     rows,
     running,
     waves,
@@ -53,6 +63,7 @@ def dealt(
     select,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
     CUDA: tl.constexpr,
 ):
     """Return the row and the tiles that this program scores, of all tiles of a step.
@@ -66,7 +77,7 @@ def dealt(
     Returns:
         The row, ``rows`` or more for programs that are left over; which block of it; its tiles.
     """
-    _, length = lengths_of(p_slots, p_lengths, rows, ROWS)
+    _, length = lengths_of(p_slots, p_lengths, p_appended, rows, ROWS, QUERIES)
     tiles = tl.where(length > select, tl.cdiv(length, TILE), 0)
     every = tl.sum(tiles, 0)
     waves = tl.maximum((every * rate).to(tl.int32) + 1, waves)
@@ -76,5 +87,8 @@ def dealt(
     before = ends <= tl.program_id(0)
     row = _uniform(tl.sum(before.to(tl.int32), 0), CUDA)
     first = _uniform(tl.max(tl.where(before, ends, 0), 0), CUDA)
-    mine = tl.cdiv(tl.load(p_lengths + row, row < rows, other=1), TILE)
+    length = tl.load(p_lengths + row, row < rows, other=QUERIES)
+    if QUERIES > 1:
+        length -= tl.maximum(tl.load(p_appended + row, row < rows, other=1), 1)
+    mine = tl.cdiv(length, TILE)
     return row, tl.program_id(0) - first, _uniform(tl.cdiv(mine, _blocks(mine, share)), CUDA)

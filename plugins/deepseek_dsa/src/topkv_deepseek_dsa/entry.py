@@ -52,6 +52,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 scopes=("shared",),
                 attention=("mla",),
                 needs_index=True,
+                queries=8,
                 tail="selectable",
                 dtypes=FLOATS,
                 # Not scale_free: fp8 codes of scaled queries round anew, and scales have a least

@@ -29,10 +29,12 @@ def query_kernel(
     p_query,
     p_weight,
     p_slots,
+    p_appended,
     s_q_row,
     s_q_head,
     s_w_row,
     s_w_head,
+    QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     DIM: tl.constexpr,
@@ -45,16 +47,21 @@ def query_kernel(
     POOL_BF16: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, ``BLOCK_H`` heads): queries as codes or in the dtype of the keys, and weights.
+    """Program (query of a row, ``BLOCK_H`` heads): it as codes or in the dtype of the keys, and
+    its weights.
 
-    The scale of a query goes into its weight. Padded rows are left out.
+    The scale of a query goes into its weight. Padded rows, and queries that are padding, are left
+    out.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(p_slots + row) < 0:
+    if tl.load(p_slots + row // QUERIES) < 0:
         return
+    if QUERIES > 1:  # noqa: SIM102 - one is a constant
+        if row % QUERIES >= tl.maximum(tl.load(p_appended + row // QUERIES), 1):
+            return
     h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     d = tl.arange(0, DIM)[None, :]
     real = h < HEADS
@@ -123,6 +130,47 @@ def _places(p_pages, begin, t, length, PAGE: tl.constexpr, TILE: tl.constexpr):
     return page.to(tl.int64) * PAGE + t % PAGE
 
 
+@triton.jit
+def _sums(products, EACH: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The largest sum over heads, ``[TILE]`` of ``[TILE, EACH * BLOCK_H]``."""
+    if EACH == 1:
+        return tl.sum(products, 1)
+    TILE: tl.constexpr = products.shape[0]
+    return tl.max(tl.sum(tl.reshape(products, [TILE, EACH, BLOCK_H]), 2), 1)
+
+
+@triton.jit
+def _queries(
+    p_query,
+    p_weight,
+    row,
+    first,
+    new,
+    s_q_row,
+    s_q_head,
+    s_w_row,
+    s_w_head,
+    QUERIES: tl.constexpr,
+    EACH: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Heads of ``EACH`` queries of a row from ``first`` on, ``[EACH * BLOCK_H, DIM]``, and their
+    weights. Heads that pad the product are copies of the last one, of weight 0; queries that pad
+    it are copies of the last of ``new``, and change no maximum.
+    """
+    d = tl.arange(0, DIM)
+    h = tl.arange(0, EACH * BLOCK_H).to(tl.int64)
+    at = row
+    if QUERIES > 1:
+        at = row * QUERIES + tl.minimum(first + h // BLOCK_H, new - 1)
+        h = h % BLOCK_H
+    at_query = (at * s_q_row + tl.minimum(h, HEADS - 1) * s_q_head)[:, None] + d[None, :]
+    weight = tl.load(p_weight + at * s_w_row + h * s_w_head, h < HEADS, other=0.0)
+    return tl.load(p_query + at_query), weight.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows", "running", "waves", "tiles"])
 def score_kernel(
     p_query,
@@ -131,6 +179,7 @@ def score_kernel(
     p_scales,
     p_slots,
     p_lengths,
+    p_appended,
     p_pages,
     p_scores,
     p_counts,
@@ -146,6 +195,8 @@ def score_kernel(
     waves,
     rate,
     tiles,
+    QUERIES: tl.constexpr,
+    EACH: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     DIM: tl.constexpr,
@@ -167,21 +218,27 @@ def score_kernel(
     programs go along them side by side, ``tiles`` tiles each, and nobody asks for counts.
 
     A tile of keys [tokens, D] is multiplied with the queries [D, heads]: a thread then holds
-    heads of the same token side by side, which it sums. Rows that select all of their tokens are
-    not scored. A program that starts early asks for its first ``AHEAD`` tiles of keys while it
-    waits for the queries, or waits first if that is 0.
+    heads of the same token side by side, which it sums. Of QUERIES of a row, ``EACH`` are
+    multiplied at a time, and a token is worth the largest score. Rows that select all of their
+    tokens are not scored. A program that starts early asks for its first ``AHEAD`` tiles of keys
+    while it waits for the queries, or waits first if that is 0.
     """
     if PDL and AHEAD == 0:
         tl.extra.cuda.gdc_wait()
     me = tl.program_id(0)
     if ROWS > 0:
         row, block, tiles = dealt(
-            p_slots, p_lengths, rows, running, waves, rate, select, TILE, ROWS, CUDA
+            *(p_slots, p_lengths, p_appended, rows, running, waves, rate, select),
+            *(TILE, ROWS, QUERIES, CUDA),
         )
     else:
         row, block = me % rows, me // rows
     slot = tl.load(p_slots + row, row < rows, other=-1).to(tl.int64)
     length = tl.load(p_lengths + row, row < rows, other=0)
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row, row < rows, other=1), 1)
+        length -= new
     length = tl.where((slot < 0) | (length <= select), 0, length)
     start = block * tiles * TILE
     if PDL and AHEAD > 0:  # What is read up to the wait is older than the queries.
@@ -191,28 +248,34 @@ def score_kernel(
             _prefetch(p_keys, p_mine, start, end, DIM, PAGE, FP8, AHEAD * TILE)
         tl.extra.cuda.gdc_wait()
     if ROWS > 0 and me == 0:
-        r, count = lengths_of(p_slots, p_lengths, rows, ROWS)
+        r, count = lengths_of(p_slots, p_lengths, p_appended, rows, ROWS, QUERIES)
         tl.store(p_counts + r, count, r < rows)
     if start >= length:
         return
     row = row.to(tl.int64)
-    h = tl.arange(0, BLOCK_H).to(tl.int64)
     d = tl.arange(0, DIM)
-    # Heads that pad the product are copies of the last one, of weight 0.
-    at_query = row * s_q_row + tl.minimum(h, HEADS - 1)[:, None] * s_q_head + d[None, :]
-    query = tl.trans(_operand(tl.load(p_query + at_query), DECODE, FACTORS))
-    at_weight = row * s_w_row + h * s_w_head
-    weight = tl.load(p_weight + at_weight, h < HEADS, other=0.0).to(tl.float32)
     mine = tl.minimum(tiles, tl.cdiv(length - start, TILE))
-    for step in tl.range(0, mine, num_stages=STAGES):
-        begin = start + step * TILE
-        t = begin + tl.arange(0, TILE)
-        at = _places(p_pages + slot * max_pages, begin, t, length, PAGE, TILE)
-        # Behind the length stands garbage, which stays in its own rows of the product.
-        first = code_at(at, DIM) if FP8 else at * DIM
-        keys = tl.load(p_keys + first[:, None] + d[None, :])
-        products = tl.dot(_operand(keys, DECODE, FACTORS), query, input_precision="ieee")
-        score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
-        if FP8:
-            score *= tl.load(p_scales + scale_at(at, DIM))
-        tl.store(p_scores + row * s_scores + t, score, t < length)
+    for first in tl.static_range(0, QUERIES, EACH):
+        query, weight = _queries(
+            *(p_query, p_weight, row, first, new, s_q_row, s_q_head, s_w_row, s_w_head),
+            *(QUERIES, EACH, HEADS, BLOCK_H, DIM),
+        )
+        query = tl.trans(_operand(query, DECODE, FACTORS))
+        if first > 0:
+            tl.debug_barrier()  # other threads wrote the scores that this one reads
+        for step in tl.range(0, mine, num_stages=STAGES):
+            begin = start + step * TILE
+            t = begin + tl.arange(0, TILE)
+            at = _places(p_pages + slot * max_pages, begin, t, length, PAGE, TILE)
+            # Behind the length stands garbage, which stays in its own rows of the product.
+            code = code_at(at, DIM) if FP8 else at * DIM
+            keys = tl.load(p_keys + code[:, None] + d[None, :])
+            products = tl.dot(_operand(keys, DECODE, FACTORS), query, input_precision="ieee")
+            products = tl.maximum(products, 0.0) * weight[None, :]
+            score = _sums(products, EACH, BLOCK_H)
+            if FP8:
+                score *= tl.load(p_scales + scale_at(at, DIM))
+            p_out = p_scores + row * s_scores + t
+            if first > 0:
+                score = tl.maximum(score, tl.load(p_out, t < length, other=0.0))
+            tl.store(p_out, score, t < length)

@@ -25,6 +25,13 @@ stages, warps. The look-up of the page is a stage of its own: 6 stages keep thre
 flight, 5 keep two, which hold twice as much in 16 bits. Products of fp32 are made without tensor
 cores, and larger tiles do not fit registers."""
 
+COLUMNS = {"fp8": 256, "bf16": 256, "fp32": 0}
+"""Most columns of a product, where rows have several queries: heads of as many queries as they are
+for, and of one at least. More of them come one after the other, and read the keys again."""
+
+WIDE_COLUMNS = 128
+"""Columns from which on a program has twice as many warps, which share its registers."""
+
 RUNNING = {"fp8": 6, "bf16": 3, "fp32": 2}
 """Programs of the score kernel that run at a time on a multiprocessor, which its shared memory
 decides: on Hopper, with keys of 128 elements. Where it is another number, steps take longer."""
@@ -78,32 +85,44 @@ def programs_of(rows: int, tiles: int, running: int) -> int:
     return min(max(waves, waves_of(rows, running)) * running, rows * tiles)
 
 
+def sizes_of(queries: int, kind: str, block_h: int) -> dict[str, int]:
+    """Constants of the score kernel for rows of ``queries`` of ``block_h`` heads each."""
+    each = min(max(1, COLUMNS[kind] // block_h), int(triton.next_power_of_2(queries)))
+    wide = queries > 1 and each * block_h > WIDE_COLUMNS
+    return {"QUERIES": queries, "EACH": each, "num_warps": SCORING[kind][2] * (1 + wide)}
+
+
 class Launcher:
     """The kernels of one group, with every constant worked out once.
 
     Attributes:
-        query: queries as the score kernel reads them, ``[max_requests, H, D]``: uint8 codes, or
-            the dtype of the keys.
-        weight: their weights, fp32 ``[max_requests, H]``.
+        query: queries as the score kernel reads them, ``[max_requests * max_queries, H, D]``:
+            uint8 codes, or the dtype of the keys.
+        weight: their weights, fp32 ``[max_requests * max_queries, H]``.
         scores: fp32 ``[max_requests, max_units]``.
         counts: selectable tokens, int32 ``[max_requests]``.
     """
 
     def __init__(
-        self, model: ModelShape, group: GroupShape, settings: IndexerParams, device: torch.device
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        settings: IndexerParams,
+        device: torch.device,
+        max_queries: int = 1,
     ) -> None:
         self.model, self.group, self.settings = model, group, settings
         assert model.indexer is not None  # the entry needs one
         self.heads, self.dim = model.indexer.num_heads, model.indexer.head_dim
         self.device = device
-        self._set_constants()
-        self.query, self.weight = self._query_scratch(group.max_requests)
+        self._set_constants(max_queries)
+        self.query, self.weight = self._query_scratch(group.max_requests * max_queries)
         self.scores = torch.empty(
             (group.max_requests, group.max_units), dtype=torch.float32, device=device
         )
         self.counts = torch.zeros(group.max_requests, dtype=torch.int32, device=device)
 
-    def _set_constants(self) -> None:
+    def _set_constants(self, max_queries: int) -> None:
         settings, dtype = self.settings, self.model.dtype
         fp8 = settings.fp8
         cuda = self.device.type == "cuda"
@@ -117,7 +136,7 @@ class Launcher:
             factors = _FLOATS[dtype] if not fp8 else tl.float8e4nv if native else tl.float16
         # Tiles of the interpreter may be as large as they like.
         kind = "fp32" if cuda and not own else "fp8" if fp8 and native else "bf16"
-        tile, stages, warps = SCORING[kind]
+        tile, stages, _ = SCORING[kind]
         self.stored = torch.float8_e4m3fn if fp8 and native else torch.uint8 if fp8 else dtype
         formats = {
             "DIM": self.dim,
@@ -130,9 +149,10 @@ class Launcher:
             "num_warps": 4,
         }
         self.querying = formats | {"HEADS": self.heads, "BLOCK_H": QUERY_HEADS}
+        block_h = max(16, int(triton.next_power_of_2(self.heads)))
         self.scoring = {
             "HEADS": self.heads,
-            "BLOCK_H": max(16, int(triton.next_power_of_2(self.heads))),
+            "BLOCK_H": block_h,
             "DIM": self.dim,
             "PAGE": self.group.page_tokens,
             "TILE": tile,
@@ -141,8 +161,8 @@ class Launcher:
             "DECODE": fp8 and not native,
             "FACTORS": factors,
             "CUDA": cuda,
-            "num_warps": warps,
         }
+        self.several = [sizes_of(n + 1, kind, block_h) for n in range(max_queries)]
         self.early = EARLY and pdl.available(self.device)
         # Equal for any batch, or each size would be compiled, in the middle of a capture say.
         self.together = int(triton.next_power_of_2(self.group.max_requests))
@@ -168,8 +188,10 @@ class Launcher:
         return pool, pool.view(torch.float32) if self.settings.fp8 else pool
 
     def score(self, layer: LayerView, q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores ``[B, U]`` and selectable tokens ``[B]`` of the rows of queries ``[B, H, D]``."""
+        """Scores ``[B, U]`` and selectable tokens ``[B]`` of rows of queries ``[B * Q, H, D]``."""
         step = layer.step
+        if not step.batch:
+            return self.scores[:0], self.counts[:0]
         scores, counts = self.scores[: step.batch], self.counts[: step.batch]
         self._score(
             *(layer, q, weights, step.slots, step.lengths),
@@ -203,7 +225,11 @@ class Launcher:
         counts: Tensor,
         prompt: bool = False,
     ) -> None:
-        rows, pages = q.shape[0], layer.step.page_table
+        rows, pages = len(counts), layer.step.page_table
+        queries, appended = q.shape[0] // rows, layer.step.appended
+        sizes = self.several[queries - 1]
+        # A program that multiplies several queries takes up as much as several programs.
+        running = max(1, self.running // sizes["EACH"])
         keys, scales = self.pool(layer)
         q = q if q.stride(-1) == 1 else q.contiguous()
         # Queries of the keys' format are read where they are stored. Somebody else's kernel wrote
@@ -212,33 +238,42 @@ class Launcher:
         if direct:
             query, weight = q, weights
         else:
-            self._convert(q, weights, slots, query, weight)
+            self._convert(q, weights, slots, appended, queries, query, weight)
         every = triton.cdiv(scores.shape[1], self.scoring["TILE"])
         if prompt:
-            tiles = max(1, min(PROMPT_TILES, rows * every // self.running))
+            tiles = max(1, min(PROMPT_TILES, rows * every // running))
             programs, together = rows * triton.cdiv(every, tiles), 0
         else:
-            programs, together, tiles = programs_of(rows, every, self.running), self.together, 0
+            programs, together, tiles = programs_of(rows, every, running), self.together, 0
         kernels.score_kernel[(programs,)](
             *(query.view(self.stored), weight, keys.view(self.stored), scales),
-            *(slots, lengths, pages, scores, counts, pages.stride(0)),
+            *(slots, lengths, appended, pages, scores, counts, pages.stride(0)),
             *(query.stride(0), query.stride(1), weight.stride(0), weight.stride(1)),
-            *(scores.stride(0), self.group.select, rows, self.running),
-            *(waves_of(rows, self.running), rate_of(self.running), tiles),
+            *(scores.stride(0), self.group.select, rows, running),
+            *(waves_of(rows, running), rate_of(running), tiles),
             ROWS=together,
             PDL=self.early,
             AHEAD=0 if direct else AHEAD,
             **pdl.options(self.early),
+            **sizes,
             **self.scoring,
         )
 
     def _convert(
-        self, q: Tensor, weights: Tensor, slots: Tensor, query: Tensor, weight: Tensor
+        self,
+        q: Tensor,
+        weights: Tensor,
+        slots: Tensor,
+        appended: Tensor,
+        queries: int,
+        query: Tensor,
+        weight: Tensor,
     ) -> None:
         """Write queries in the format of the keys, and weights that hold their scales."""
         kernels.query_kernel[(q.shape[0], triton.cdiv(self.heads, QUERY_HEADS))](
-            *(_bits(q), weights, _bits(query), weight, slots),
+            *(_bits(q), weights, _bits(query), weight, slots, appended),
             *(q.stride(0), q.stride(1), weights.stride(0), weights.stride(1)),
+            QUERIES=queries,
             Q_BF16=q.dtype is torch.bfloat16,
             PDL=self.early,
             **pdl.options(self.early),
@@ -259,7 +294,7 @@ class DeepSeekDSATriton(KeptOfTokens, DeepSeekDSA):
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
         group = self.group
-        self.launcher = Launcher(self.model, group, self.settings, setup.device)
+        self.launcher = Launcher(self.model, group, self.settings, setup.device, setup.max_queries)
         self.work = setup.topk(group.max_requests, group.max_units, group.select)
         self.prompt_work = setup.topk(PROMPT_ROWS, group.max_units, group.select)
 
@@ -275,7 +310,7 @@ class DeepSeekDSATriton(KeptOfTokens, DeepSeekDSA):
         return 1, self.dim
 
     def keys(self, k: Tensor) -> Tensor:
-        self.index_keys(k, k.shape[0])  # refuses another shape
+        self.index_keys(k)  # refuses another shape
         return _bits(super().keys(k))
 
     def written(self, layer: LayerView) -> tuple[Tensor, Tensor]:
@@ -286,7 +321,7 @@ class DeepSeekDSATriton(KeptOfTokens, DeepSeekDSA):
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
     ) -> Selection:
-        q, weights = self._asked(q, weights, (layer.step.batch, 1))
+        q, weights = self._asked(q, weights, self.step_rows(layer, q))
         scores, counts = self.launcher.score(layer, q, weights)
         prefer_resident(layer, scores, counts, self.settings.sticky, impl="triton")
         topk(scores, counts, out.ids, impl="triton", work=self.work)

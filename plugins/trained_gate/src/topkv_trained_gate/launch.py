@@ -72,7 +72,8 @@ class TrainedGateTriton(KeptOfTokens, TrainedGate):
         return 1, self.dim
 
     def keys(self, k: Tensor) -> Tensor:
-        return super().keys(self.index_keys(k, k.shape[0])[:, None])
+        self.index_keys(k)  # refuses another shape
+        return super().keys(k)
 
     def written(self, layer: LayerView) -> tuple[Tensor]:
         return (layer.pools["index"],)

@@ -26,6 +26,7 @@ class OwnIndex(ABC):
     Attributes:
         model, group: as in the setup.
         heads, dim: index heads, and elements of an index key.
+        max_queries: most queries Q of a row.
         score_bytes: most bytes of what is kept of a block of prompt rows.
     """
 
@@ -35,6 +36,7 @@ class OwnIndex(ABC):
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.model, self.group = setup.model, setup.group
+        self.max_queries = setup.max_queries
         indexer = self.model.indexer
         assert indexer is not None  # the entry needs one
         self.heads, self.dim = indexer.num_heads, indexer.head_dim
@@ -48,16 +50,19 @@ class OwnIndex(ABC):
     def construct(
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
-        k = self.index_keys(k, k.shape[0])
+        k = self.index_keys(k)
         tokens = start + torch.arange(k.shape[0], device=k.device)
         self.write_index(layer, torch.full_like(tokens, slot), tokens, k)
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        step = layer.step
-        k = self.index_keys(k[:, 0], step.batch)
-        rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
-        self.write_index(layer, step.slots[rows], step.lengths[rows] - 1, k[rows])
+        step, queries = layer.step, k.shape[1]
+        keys = self.index_keys(k)
+        nth = torch.arange(queries, device=k.device)
+        tokens = (step.lengths - step.appended)[:, None] + nth
+        new = (step.slots >= 0)[:, None] & (tokens >= 0) & (nth < step.appended[:, None])
+        slots = step.slots[:, None].expand_as(tokens)
+        self.write_index(layer, slots[new], tokens[new], keys[new.flatten()])
 
     def token_rows(self, layer: LayerView, slots: Tensor, tokens: Tensor) -> Tensor:
         """Rows of the pools, int64, of tokens of requests; both broadcast."""
@@ -86,13 +91,17 @@ class OwnIndex(ABC):
             seen = torch.arange(start + at.start + 1, start + at.stop + 1, device=device)
             yield at, (seen if unit == 1 else (seen + unit - 1) // unit).int()
 
-    def index_keys(self, k: Tensor, rows: int) -> Tensor:
-        """Keys ``[n, D]`` of ``[n, 1, D]``."""
-        self.check("k", k, (rows, 1, self.dim))
-        return k[:, 0]
+    def index_keys(self, k: Tensor) -> Tensor:
+        """Keys ``[n, D]`` of ``[..., 1, D]``."""
+        self.check("k", k, (*k.shape[:-2], 1, self.dim))
+        return k.flatten(0, -2)
+
+    def step_rows(self, layer: LayerView, q: Tensor) -> tuple[int, int]:
+        """Rows of a step, and queries of a row, as those of ``[B, Q, H, D]`` have to be."""
+        return layer.step.batch, min(q.shape[1], self.max_queries)
 
     def index_queries(self, q: Tensor, rows: tuple[int, ...]) -> Tensor:
-        """Queries ``[n, H, D]`` of ``[*rows, H, D]``."""
+        """Queries ``[n, H, D]`` of ``[*rows, H, D]``, rows of a batch say and queries of a row."""
         self.check("q", q, (*rows, self.heads, self.dim))
         return q.flatten(0, -3)
 

@@ -49,7 +49,7 @@ def construct_tokens_kernel(
     REPRESENT(p_k + nth * s_token + head * s_head, tensors, at, slots, head, valid, OPTIONS, D)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["count"])
 def update_tokens_kernel(
     p_k,
     tensors,
@@ -57,10 +57,12 @@ def update_tokens_kernel(
     p_lengths,
     p_appended,
     p_pages,
-    batch,
+    count,
     max_pages,
     s_row,
+    s_token,
     s_head,
+    QUERIES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     REPRESENT: tl.constexpr,
@@ -68,14 +70,24 @@ def update_tokens_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Represent the token that each row appended. Program (ROWS rows, kv-head)."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Represent the tokens that rows appended. Program (ROWS of ``count`` tokens, kv-head).
+
+    A row has QUERIES tokens, ``s_token`` apart; those that it did not append are padding.
+    """
+    nth = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
-    inside = row < batch
+    inside = nth < count
+    row = nth // QUERIES
     slot = tl.load(p_slots + row, inside, other=-1).to(tl.int64)
     token = tl.load(p_lengths + row, inside, other=0) - 1
     appended = tl.load(p_appended + row, inside, other=0)
     valid = (slot >= 0) & (token >= 0) & (appended != 0)
+    p_key = p_k + row * s_row + head * s_head
+    if QUERIES > 1:
+        query = nth % QUERIES
+        token += 1 + query - appended
+        valid &= query < appended
+        p_key += query * s_token
     page = tl.load(p_pages + slot * max_pages + token // PAGE, valid, other=0).to(tl.int64)
     at = (page * PAGE + token % PAGE) * KV_HEADS + head
-    REPRESENT(p_k + row * s_row + head * s_head, tensors, at, slot, head, valid, OPTIONS, D)
+    REPRESENT(p_key, tensors, at, slot, head, valid, OPTIONS, D)

@@ -188,7 +188,7 @@ class KeptOfTokens:
         """The tensors that the device function gets, bfloat16 ones as int16."""
 
     def keys(self, k: Tensor) -> Tensor:
-        """Keys as the device function reads them; here as they are."""
+        """Keys ``[..., Hkv, D]`` as the device function reads them; here as they are."""
         return k if k.stride(-1) == 1 else k.contiguous()
 
     def construct_tokens(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
@@ -206,14 +206,15 @@ class KeptOfTokens:
         )
 
     def update_tokens(self, layer: LayerView, k: Tensor) -> None:
-        """Represent the keys ``[B, Hkv, D]`` of the token that each row appended. Hot."""
+        """Represent the keys ``[B, Q, Hkv, D]`` of the tokens that rows appended. Hot."""
         from topkv_authoring.token_kernels import update_tokens_kernel
 
-        step, keys = layer.step, self.keys(k)
-        update_tokens_kernel[(-(-step.batch // self.rows[1]), k.shape[1])](
+        step, keys, queries = layer.step, self.keys(k), k.shape[1]
+        count = step.batch * queries
+        update_tokens_kernel[(-(-count // self.rows[1]), k.shape[2])](
             *(keys, self.written(layer), step.slots, step.lengths, step.appended),
-            *(step.page_table, step.batch, step.page_table.stride(0)),
-            *(keys.stride(0), keys.stride(1)),
+            *(step.page_table, count, step.page_table.stride(0), *keys.stride()[:3]),
+            QUERIES=queries,
             ROWS=self.rows[1],
             **self._sizes(),
         )
@@ -237,7 +238,7 @@ class KeptOfTokens:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        self.update_tokens(layer, k[:, 0])
+        self.update_tokens(layer, k)
 
 
 class UnitKernels(KeptByKernels, ScoredUnits):
