@@ -112,8 +112,10 @@ class SnapKV(Voting):
         lengths = torch.where(step.slots >= 0, step.lengths, 0).repeat_interleave(lanes)
         kept, count = pools["kept"][slots].flatten(0, 1), pools["count"][slots].flatten()
         prompt = pools["turn"][slots, PROMPT].repeat_interleave(lanes)
+        # None of the new tokens is selectable: they are attended anyway.
+        last = lengths - step.appended.clamp(min=1).repeat_interleave(lanes)
         sizes = (self.cap, s.generated, out.ids.shape[1])
-        out.ids.copy_(reference.select(kept, count, prompt, lengths, *sizes))
+        out.ids.copy_(reference.select(kept, count, prompt, last, *sizes))
         return out
 
     def _choose(self, votes: Tensor, before: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),
+                queries=None,
                 dtypes=FLOATS,
                 traits=("nested", "scale_free", "head_equivariant", "value_free"),
             ),

@@ -22,6 +22,7 @@ def select_kernel(
     p_turn,
     p_slots,
     p_lengths,
+    p_appended,
     p_ids,
     s_ids,
     select,
@@ -30,6 +31,7 @@ def select_kernel(
     LANE_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     TURN: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program (lane, block of columns): kept positions, then generated ones, -1 behind them."""
@@ -41,7 +43,10 @@ def select_kernel(
     row = slot * LANE_HEADS + lane % LANE_HEADS
     count = tl.load(p_count + row, alive, other=0)
     prompt = tl.load(p_turn + slot * TURN, alive, other=0)
-    last = tl.where(alive, length - 1, -1)
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + lane // LANE_HEADS), 1)
+    last = tl.where(alive, length - new, -1)
     kept = tl.load(p_kept + row * WIDTH + column, column < count, other=-1)
     first = tl.maximum(prompt, last - room - tl.maximum(cap - prompt, 0))
     ids = tl.where(column < count, kept, first + column - count)
@@ -73,6 +78,7 @@ class SnapKVTriton(SnapKV):
             p_turn=pools["turn"],
             p_slots=step.slots,
             p_lengths=step.lengths,
+            p_appended=step.appended,
             p_ids=out.ids,
             s_ids=out.ids.stride(0),
             select=width,
@@ -81,6 +87,7 @@ class SnapKVTriton(SnapKV):
             LANE_HEADS=group.lane_heads,
             WIDTH=pools["kept"].shape[-1],
             TURN=pools["turn"].shape[-1],
+            QUERIES=q.shape[1],
             BLOCK=block,
             num_warps=1 if block <= 256 else 4,
         )

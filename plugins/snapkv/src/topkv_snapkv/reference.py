@@ -28,7 +28,7 @@ def best(scores: Tensor, count: int, work: TopK | None) -> Tensor:
 
 
 def select(
-    kept: Tensor, count: Tensor, prompt: Tensor, lengths: Tensor, cap: int, room: int, width: int
+    kept: Tensor, count: Tensor, prompt: Tensor, last: Tensor, cap: int, room: int, width: int
 ) -> Tensor:
     """The kept positions of each lane, then the newest generated ones. Hot.
 
@@ -36,15 +36,15 @@ def select(
         kept: ``[N, cap or more]`` ascending, -1 behind ``count``.
         count: ``[N]``.
         prompt: ``[N]`` tokens of the prompt; generated ones follow.
-        lengths: ``[N]`` tokens of the request; the newest is not selectable.
+        last: ``[N]`` position of the first new token; those before it are selectable.
         cap: places for the prompt. What a shorter prompt leaves free goes to generated tokens.
         room: places for generated tokens.
         width: K.
 
     Returns:
-        ``[N, K]``: nothing from ``lengths - 1`` on, even where the prompt was cut since.
+        ``[N, K]``: nothing from ``last`` on, even where the prompt was cut since.
     """
-    count, prompt, last = count[:, None], prompt[:, None], lengths[:, None] - 1
+    count, prompt, last = count[:, None], prompt[:, None], last[:, None]
     column = torch.arange(width, device=kept.device)
     inside = torch.nn.functional.pad(kept, (0, width - kept.shape[1]), value=-1)
     first = torch.maximum(prompt, last - room - (cap - prompt).clamp(min=0))
