@@ -20,7 +20,8 @@ class StreamingLLM:
     """Selects the units of the first ``sink_tokens`` tokens and the newest closed units.
 
     It keeps no representation and no state, and neither queries nor keys matter. With K units in
-    a selection and s units of sinks, ``K - s`` closed units and the open one are the window.
+    a selection and s units of sinks, ``K - s`` closed units and the open one are the window; of a
+    row that appends several tokens the closed units are those before the first of them.
     """
 
     def __init__(self, setup: AlgorithmSetup) -> None:
@@ -52,7 +53,8 @@ class StreamingLLM:
         self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
     ) -> Selection:
         step, group = layer.step, self.group
-        closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
+        first = (step.lengths - step.appended.clamp(min=1)).clamp(min=0)
+        closed = first // group.unit * (step.slots >= 0)
         units = reference.kept_units(closed, out.ids.shape[1], self.sinks)
         out.ids.copy_(units.repeat_interleave(group.lane_heads, 0))
         return out

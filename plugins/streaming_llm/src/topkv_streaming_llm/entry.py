@@ -34,6 +34,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("shared", "kv_head"),
+                queries=None,
                 # No scores, so no low_ties; no representation, so exact_update holds of nothing.
                 traits=("nested", "scale_free", "head_equivariant", "value_free"),
             ),

@@ -13,12 +13,14 @@ BLOCK = 1024
 def window_kernel(
     p_slots,
     p_lengths,
+    p_appended,
     p_ids,
     s_ids,
     select,
     sinks,
     LANE_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program (lane, block of columns): the units that a lane keeps, -1 behind them."""
@@ -26,7 +28,10 @@ def window_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = lane // LANE_HEADS
     slot = tl.load(p_slots + row)
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0) // UNIT
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    closed = tl.maximum(tl.load(p_lengths + row) - new, 0) // UNIT
     closed = tl.where(slot < 0, 0, closed)
     dropped = tl.maximum(closed - select, 0)
     unit = tl.where(column < sinks, column, column + dropped)

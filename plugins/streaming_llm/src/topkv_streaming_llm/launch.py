@@ -26,12 +26,14 @@ class StreamingLLMTriton(StreamingLLM):
         window_kernel[(lanes, triton.cdiv(select, block))](
             p_slots=step.slots,
             p_lengths=step.lengths,
+            p_appended=step.appended,
             p_ids=out.ids,
             s_ids=out.ids.stride(0),
             select=select,
             sinks=self.sinks,
             LANE_HEADS=group.lane_heads,
             UNIT=group.unit,
+            QUERIES=q.shape[1],
             BLOCK=block,
             num_warps=1 if block <= 256 else 4,
         )
