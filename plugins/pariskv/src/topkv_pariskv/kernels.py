@@ -46,6 +46,7 @@ def score_kernel(
     p_words,
     p_slots,
     p_lengths,
+    p_appended,
     p_pages,
     p_raw,
     p_peak,
@@ -58,6 +59,7 @@ def score_kernel(
     s_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -68,8 +70,9 @@ def score_kernel(
     BLOCK_G: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """Program (row x kv-head, block of tokens): scaled scores of the head's query heads, and the
-    maximum and the exponential sum of the block.
+    """Program (row x kv-head x block of its query heads, block of tokens): scaled scores of these,
+    and the maximum and the exponential sum of the block. The ``GROUP`` heads of a kv-head are
+    those of all QUERIES of the row.
 
     Codes are read as bytes. A bit of all bytes of a code is one product for the tensor cores,
     whose operand the threads make of the bytes that they hold, where a whole code would have to be
@@ -78,19 +81,24 @@ def score_kernel(
     interpreter, which has no bfloat16 product. What left keys is read where a factor of the tile
     says that something did.
     """
-    pair = tl.program_id(0).to(tl.int64)
+    PARTS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
+    part = tl.program_id(0).to(tl.int64)
+    pair = part // PARTS
     block = tl.program_id(1)
     row, head = pair // KV_HEADS, pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0)
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    closed = tl.maximum(tl.load(p_lengths + row) - new, 0)
     if (slot < 0) | (block * TILES * TILE >= closed):
         return
-    p_z = p_rotated + pair * BLOCK_G * WIDE
+    p_z = p_rotated + part * BLOCK_G * WIDE
     queries = ()
     for bit in tl.static_range(8):
         query = _query(p_z, bit, WIDE, BYTES, BLOCK_G, FP32)
         queries = queries + (query,)  # noqa: RUF005 - no star
-    byte, g = tl.arange(0, BYTES), tl.arange(0, BLOCK_G)
+    byte, g = tl.arange(0, BYTES), part % PARTS * BLOCK_G + tl.arange(0, BLOCK_G)
     in_g, first = g < GROUP, pair * GROUP + g
     p_heads = p_q + row * s_row + (head * GROUP + g) * s_head
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
