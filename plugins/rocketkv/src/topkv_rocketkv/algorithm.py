@@ -15,14 +15,14 @@ from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.types import LayerView
 from topkv_authoring import votes
-from topkv_authoring.selectors import ScoredUnits
+from topkv_authoring.selectors import ScoredUnits, closed_units
 from topkv_authoring.votes import Voting
 from topkv_rocketkv import reference
 from topkv_rocketkv.entry import RocketParams
 from topkv_rocketkv.split import capacity, channels
 
-MOST_CHANNELS = 256
-"""Largest D whose queries and bounds a program of the kernels holds."""
+MOST_CHANNELS, MOST_HEADS = 256, 64
+"""Largest D, and most query heads of a kv-head, whose queries a program of the kernels holds."""
 
 SETTLED, UNREAD = range(2)
 """Columns of the pool ``state``: whether a settle came since the last prompt chunk; channels that
@@ -61,6 +61,12 @@ class RocketKV(Voting, ScoredUnits):
             )
         if read is not None and read > dim:
             reasons.append(f"channels must be None or an integer of 1 to {dim}, got {read}")
+        heads = self.model.group_size * self.max_queries
+        if heads > MOST_HEADS:
+            reasons.append(
+                f"a kv-head may have at most {MOST_HEADS} query heads, of all queries of a row, "
+                f"got {heads}; lower max_queries"
+            )
         if dim > MOST_CHANNELS:
             reasons.append(
                 f"head_dim must be at most {MOST_CHANNELS}, got {dim}; select by another algorithm"
@@ -150,9 +156,11 @@ class RocketKV(Voting, ScoredUnits):
         return reference.head_scores(q, kept["bounds"], kept["count"]) * self.model.scale
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        step, group, pools = layer.step, self.group, layer.pools
+        group, pools = self.group, layer.pools
+        step, real = layer.step, self.real_heads(layer, q)
+        q = torch.where(real[..., None], q, 0)  # padding chooses no channels
         slots, per_page = step.slots.clamp(min=0).long(), group.units_per_page
-        closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
+        closed = closed_units(layer)
         unit = torch.arange(group.max_units, device=q.device)
         selectable = unit < closed[:, None]
         units = torch.where(selectable, unit, 0)
@@ -161,8 +169,10 @@ class RocketKV(Voting, ScoredUnits):
             "bounds": reference.by_page(pools["bounds"], per_page)[page, units % per_page],
             "count": self.model.head_dim - pools["state"][slots, UNREAD],
         }
-        scores = self.score(q, kept).unflatten(1, (group.lane_heads, -1))
+        scores = self.score(q, kept)
+        none = ~real[..., None] | ~selectable[:, None]
+        scores, none = (x.unflatten(1, (group.lane_heads, -1)) for x in (scores, none))
         dropped = pools["dropped"][slots].bool()[:, :, None]
         scores = scores.masked_fill(dropped, reference.DROPPED)
-        scores = scores.masked_fill(~selectable[:, None, None], float("-inf"))
+        scores = scores.masked_fill(none, float("-inf"))
         return self.combine(scores).flatten(0, 1), closed.repeat_interleave(group.lane_heads)

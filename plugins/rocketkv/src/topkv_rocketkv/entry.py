@@ -47,6 +47,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 scopes=("kv_head", "shared"),
                 dtypes=FLOATS,
                 max_group=64,
+                queries=8,
                 # Neither attends nor low_ties: a prompt's votes may drop the unit that would win.
                 traits=("exact_update", "head_equivariant", "value_free"),
             ),

@@ -51,6 +51,7 @@ def _best(size, in_d, count):
 def query_kernel(
     p_q,
     p_slots,
+    p_appended,
     p_unread,
     p_sides,
     p_factors,
@@ -60,12 +61,14 @@ def query_kernel(
     s_unread,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Program (row x kv-head): which bound of each channel is read, 1 the maximum, -1 the minimum
-    and 0 neither; and the factor of each query head, temperature times logit scale.
+    and 0 neither; and the factor of each query head, temperature times logit scale. The ``GROUP``
+    heads of a kv-head are those of all QUERIES of the row, of which padding has no say.
     """
     pair = tl.program_id(0).to(tl.int64)
     row = pair // KV_HEADS
@@ -75,7 +78,10 @@ def query_kernel(
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
-    in_q = (g < GROUP)[:, None] & in_d[None, :]
+    in_g = g < GROUP
+    if QUERIES > 1:
+        in_g &= g // (GROUP // QUERIES) < tl.maximum(tl.load(p_appended + row), 1)
+    in_q = in_g[:, None] & in_d[None, :]
     p_q += row * s_q_row + (pair % KV_HEADS * GROUP + g).to(tl.int64)[:, None] * s_q_head
     q = tl.load(p_q + d[None, :], in_q, other=0.0).to(tl.float32)
     size = tl.abs(q)
@@ -98,6 +104,7 @@ def score_kernel(
     p_dropped,
     p_slots,
     p_lengths,
+    p_appended,
     p_pages,
     p_raw,
     p_peak,
@@ -110,6 +117,7 @@ def score_kernel(
     KV_HEADS: tl.constexpr,
     HEADS_PER_LANE: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     D: tl.constexpr,
@@ -132,7 +140,10 @@ def score_kernel(
     row = pair // KV_HEADS
     head = pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0) // UNIT
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    closed = tl.maximum(tl.load(p_lengths + row) - new, 0) // UNIT
     if (slot < 0) | (block * TILES * TILE_U >= closed):
         return
     d = tl.arange(0, BLOCK_D)

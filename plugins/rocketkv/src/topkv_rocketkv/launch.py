@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,13 +38,17 @@ class RocketKVTriton(KeptByKernels, RocketKV):
         super().__init__(setup)
         model, group, device = self.model, self.group, setup.device
         pairs = group.max_requests * model.num_kv_heads
-        self.heads = HeadScores(model, group, BLOCK_U, device)
+        most = setup.max_queries
+        self.heads = HeadScores(model, group, BLOCK_U, device, most)
         self.sides = torch.zeros((pairs, model.head_dim), dtype=torch.int8, device=device)
-        self.asking = constants(kernels.query_kernel, setup, num_warps=4)
-        shape = (pairs, self.asking["BLOCK_G"])
-        self.factors = torch.empty(shape, dtype=torch.float32, device=device)
         sizes = {"TILE_U": TILE_U, "TILES": TILES, "STAGES": STAGES, "num_warps": 4}
-        self.scoring = constants(kernels.score_kernel, setup, DROPPED=reference.DROPPED, **sizes)
+        sizes["DROPPED"] = reference.DROPPED
+        self.asking, self.scoring = list[dict[str, Any]](), list[dict[str, Any]]()
+        for queries in range(1, most + 1):
+            self.asking.append(constants(kernels.query_kernel, setup, queries, num_warps=4))
+            self.scoring.append(constants(kernels.score_kernel, setup, queries, **sizes))
+        shape = (pairs, self.asking[-1]["BLOCK_G"])
+        self.factors = torch.empty(shape, dtype=torch.float32, device=device)
 
     @property
     def options(self) -> tuple[int, int]:
@@ -59,19 +65,19 @@ class RocketKVTriton(KeptByKernels, RocketKV):
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step, pools = self.group, layer.step, layer.pools
-        pairs = step.batch * group.num_kv_heads
+        pairs, queries = step.batch * group.num_kv_heads, q.shape[1] // self.model.num_heads
         unread = pools["state"][:, UNREAD]
         kernels.query_kernel[(pairs,)](
-            *(q, step.slots, unread, self.sides, self.factors, self.model.scale),
+            *(q, step.slots, step.appended, unread, self.sides, self.factors, self.model.scale),
             *(q.stride(0), q.stride(1), unread.stride(0)),
-            **self.asking,
+            **self.asking[queries - 1],
         )
         work = (self.heads.raw, self.heads.peak, self.heads.mass)
         kernels.score_kernel[(pairs, self.heads.blocks)](
             *(q, self.sides, self.factors, pools["bounds"], pools["dropped"]),
-            *(step.slots, step.lengths, step.page_table, *work),
+            *(step.slots, step.lengths, step.appended, step.page_table, *work),
             *(step.page_table.stride(0), group.max_units, self.heads.blocks),
             *(q.stride(0), q.stride(1)),
-            **self.scoring,
+            **self.scoring[queries - 1],
         )
-        return self.heads.lanes(step)
+        return self.heads.lanes(step, queries=queries)

@@ -334,6 +334,13 @@ class RankedUnits(KeepsUnits):
         heads: Tensor = q.unflatten(2, (self.group.num_kv_heads, -1)).transpose(1, 2).flatten(1, 3)
         return heads
 
+    def real_heads(self, layer: LayerView, q: Tensor) -> Tensor:
+        """True where ``q`` of ``lane_scores`` is a head of a query that is no padding; bool
+        ``[B, Q * H]``."""
+        nth = torch.arange(q.shape[1], device=q.device) % (q.shape[1] // self.group.num_kv_heads)
+        real: Tensor = nth // self.model.group_size < layer.step.appended.clamp(min=1)[:, None]
+        return real
+
     @abstractmethod
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         """Scores that the top-k ranks, ``sticky`` apart. Hot.
@@ -379,9 +386,7 @@ class ScoredUnits(RankedUnits):
         self._require("score", size, each, *q.shape[:2], group.max_units)
         scores = each.masked_fill(~selectable[:, None], float("-inf"))
         if q.shape[1] > self.model.num_heads:
-            nth = torch.arange(q.shape[1], device=q.device) % (q.shape[1] // group.num_kv_heads)
-            padding = nth // self.model.group_size >= step.appended.clamp(min=1)[:, None]
-            scores = scores.masked_fill(padding[..., None], float("-inf"))
+            scores = scores.masked_fill(~self.real_heads(layer, q)[..., None], float("-inf"))
         lanes = self.combine(scores.unflatten(1, (group.lane_heads, -1)))
         size = " (rows, lanes, units)"
         self._require("combine", size, lanes, len(q), group.lane_heads, group.max_units)
