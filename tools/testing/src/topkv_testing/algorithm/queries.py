@@ -67,7 +67,8 @@ class QueriesTests(KitTests):
         once, each = (filled(bench, case, sizes) for bench in benches)
         once.append_several(SLOTS, keys, counts)
         for row, slot in enumerate(SLOTS):
-            each.extend(slot, keys[row, : counts[row]])
+            for key in keys[row, : counts[row]]:
+                each.append([slot], key[None], settle=False)  # as in one step
         for name, pool in once.pools.items():
             assert same_bits(pool, each.pools[name]), (
                 f"rows that append {counts} tokens to {sizes} leave other bits in the pool "
