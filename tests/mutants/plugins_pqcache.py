@@ -287,7 +287,7 @@ class KernelSkipsTheLastTile(PQCacheTriton):
 
     def __init__(self, setup):
         super().__init__(setup)
-        self.scoring = {**self.scoring, "TILE": self.scoring["TILE"] // 2}
+        self.scoring = [{**each, "TILE": each["TILE"] // 2} for each in self.scoring]
 
 
 class KernelCodesByTheFirst(PQCacheTriton):

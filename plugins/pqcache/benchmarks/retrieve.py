@@ -121,7 +121,7 @@ def sweep(tokens: int) -> Iterator[dict[str, object]]:
         launch.TILE, launch.TILES = tile, tiles
         launch.BLOCK_U = tile * tiles
         algorithm, layer = prepare(16, tokens, "kv_head")
-        algorithm.scoring["num_warps"] = warps
+        algorithm.scoring[0]["num_warps"] = warps
         q = torch.randn(16, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         score = per_call(partial(algorithm.lane_scores, layer, q))
         shape = {"tile": tile, "tiles": tiles, "warps": warps}

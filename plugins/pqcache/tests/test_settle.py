@@ -67,6 +67,17 @@ def test_a_codebook_is_what_kmeans_makes_of_each_sub_vector(subject):
     assert not torch.equal(*made)
 
 
+def test_all_open_tokens_have_a_place_where_a_step_appends_several(subject):
+    """A prompt leaves almost a window open, and decoding adds one and the drafts of a step."""
+    case, window = case_of(), PARAMS["window"]
+    bench, keys = AlgorithmBench(subject, case, requests=1, max_queries=4), case.tokens(0)
+    end = 2 * window - 2
+    bench.prefill(0, keys[: window - 1])
+    bench.extend(0, keys[window - 1 : end])
+    bench.append_several([0], keys[None, end : end + 4], [4])
+    assert torch.equal(held(bench, 0)["open"], keys[: end + 4])
+
+
 def test_chunks_of_a_prompt_do_not_matter(subject):
     @examples(subject.tier, cpu=40, interpret=4)
     @given(

@@ -16,7 +16,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.types import LayerView
-from topkv_authoring.selectors import ScoredUnits
+from topkv_authoring.selectors import ScoredUnits, closed_units
 from topkv_pqcache import reference
 from topkv_pqcache.entry import PQParams
 from topkv_pqcache.kmeans import kmeans
@@ -63,7 +63,8 @@ class PQCache(ScoredUnits):
         # A codebook takes a window of tokens at least. A prompt may leave almost a window open,
         # and decoding adds another one before it settles again.
         self.books = max(1, self.group.max_units // self.window)
-        self.places = min(2 * self.window, self.group.max_units)
+        # Of several tokens of a step all but the first may be more than that.
+        self.places = min(2 * self.window + self.max_queries - 1, self.group.max_units)
 
     def refusals(self) -> list[str]:
         dim, parts = self.group.head_dim, self.params.subvectors
@@ -160,16 +161,18 @@ class PQCache(ScoredUnits):
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        k = k[:, 0]
         step, bits = layer.step, BITS[self.model.dtype.itemsize]
         keys, new = layer.pools["keys"].view(bits), k.contiguous().view(bits)
-        slots = step.slots.long().clamp(min=0)[:, None]
-        places = (step.lengths.long() - 1).clamp(min=0)[:, None] % self.places
-        at = (slots, torch.arange(k.shape[1], device=k.device), places)
+        nth = torch.arange(k.shape[1], device=k.device)
+        positions = (step.lengths.long() - step.appended)[:, None] + nth
+        slots = step.slots.long().clamp(min=0)[:, None, None]
+        heads = torch.arange(k.shape[2], device=k.device)
+        at = (slots, heads, positions.clamp(min=0)[..., None] % self.places)
         # Without a shape that depends on data: differences of bits are added, which are 0 in
-        # rows that append nothing.
-        writes = ((step.slots >= 0) & (step.appended != 0))[:, None, None]
-        keys.index_put_(at, torch.where(writes, new - keys[at], 0), accumulate=True)
+        # rows that append nothing, and of padding.
+        writes = (step.slots >= 0)[:, None] & (nth < step.appended[:, None])
+        change = torch.where(writes[..., None, None], new - keys[at], 0)
+        keys.index_put_(at, change, accumulate=True)
 
     def represent(self, keys: Tensor, valid: Tensor) -> Mapping[str, Tensor]:
         return {}  # nothing is kept by page, see ``settle``
@@ -186,12 +189,13 @@ class PQCache(ScoredUnits):
         named = ("codes", "centroids", "starts", "keys", "state")
         kept = {name: layer.pools[name][slots] for name in named}
         books, coded = kept["state"].unbind(1)
-        closed = (step.lengths - 1).clamp(min=0) * (step.slots >= 0)
+        closed = closed_units(layer)
         token = torch.arange(group.max_units, device=q.device)
         kept["book"] = reference.book_of(token.expand(len(slots), -1), kept["starts"], books)
         kept["open"] = token >= coded[:, None]
         selectable = token < closed[:, None]
         scores = self.score(q, kept).masked_fill(~selectable[:, None], float("-inf"))
+        scores = scores.masked_fill(~self.real_heads(layer, q)[..., None], float("-inf"))
         lanes = self.combine(scores.unflatten(1, (group.lane_heads, -1)))
         forced = (token < self.sink_units) | (token >= closed[:, None] - self.recent_units)
         lanes = lanes.masked_fill(forced[:, None], float("inf"))

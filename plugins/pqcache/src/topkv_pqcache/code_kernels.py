@@ -77,19 +77,31 @@ def update_kernel(
     p_lengths,
     p_appended,
     s_row,
+    s_token,
     s_head,
+    QUERIES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PLACES: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (row, kv-head): keep the key of the new token, which is open."""
-    row = tl.program_id(0).to(tl.int64)
+    """Program (token of a row, kv-head): keep its key, for it is open. Of QUERIES tokens those
+    behind what the row appends are padding."""
+    nth = tl.program_id(0).to(tl.int64)
+    row = nth // QUERIES
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(p_slots + row).to(tl.int64)
     newest = tl.load(p_lengths + row) - 1
-    if (slot < 0) | (newest < 0) | (tl.load(p_appended + row) == 0):
+    appended = tl.load(p_appended + row)
+    if (slot < 0) | (newest < 0) | (appended == 0):
         return
+    p_k += row * s_row
+    if QUERIES > 1:
+        query = nth % QUERIES
+        if query >= appended:
+            return
+        newest += 1 + query - appended
+        p_k += query * s_token
     d = tl.arange(0, BLOCK_D)
-    key = tl.load(p_k + row * s_row + head * s_head + d, d < D, other=0)
+    key = tl.load(p_k + head * s_head + d, d < D, other=0)
     tl.store(p_keys + ((slot * KV_HEADS + head) * PLACES + newest % PLACES) * D + d, key, d < D)

@@ -59,6 +59,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),
+                queries=8,
                 dtypes=FLOATS,
                 # Not scale_free: a mean of softmaxes. Not exact_update: prompts and windows of
                 # decoded tokens train other codebooks.

@@ -119,6 +119,7 @@ def score_kernel(
     p_state,
     p_slots,
     p_lengths,
+    p_appended,
     p_raw,
     p_peak,
     p_mass,
@@ -130,6 +131,7 @@ def score_kernel(
     s_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     SUB: tl.constexpr,
     COUNT: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -141,7 +143,8 @@ def score_kernel(
     BLOCK_P: tl.constexpr,
 ):
     """Program (row x kv-head, block of tokens): scaled scores of the head's query heads, and the
-    maximum and the exponential sum of the block.
+    maximum and the exponential sum of the block. The ``GROUP`` heads of a kv-head are those of all
+    QUERIES of the row.
 
     Of tokens with codes sums of table entries, of open ones products with their keys.
     """
@@ -150,7 +153,10 @@ def score_kernel(
     row = pair // KV_HEADS
     head = pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0)
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    closed = tl.maximum(tl.load(p_lengths + row) - new, 0)
     start = block * TILES * TILE
     if (slot < 0) | (start >= closed):
         return

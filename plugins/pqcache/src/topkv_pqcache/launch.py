@@ -30,7 +30,7 @@ class PQCacheTriton(PQCache):
     """PQCache in kernels, with every constant worked out once.
 
     Codebooks are trained in torch: that is cold. Scratch: ``HeadScores``, and the tables, fp32
-    ``[max_requests * Hkv, P, m, C, G]``, G rounded up to a power of two.
+    ``[max_requests * Hkv, P, m, C, G]``, G of all queries of a row, rounded up to a power of two.
     """
 
     impl = "triton"
@@ -39,10 +39,10 @@ class PQCacheTriton(PQCache):
         super().__init__(setup)
         model, group, device = self.model, self.group, setup.device
         pairs = group.max_requests * model.num_kv_heads
-        grouped = triton.next_power_of_2(model.group_size)
+        grouped = triton.next_power_of_2(model.group_size * setup.max_queries)
         shape = (pairs, self.books, self.subvectors, self.count, grouped)
         self.table = torch.empty(shape, dtype=torch.float32, device=device)
-        self.heads = HeadScores(model, group, BLOCK_U, device)
+        self.heads = HeadScores(model, group, BLOCK_U, device, setup.max_queries)
         self.bits = BITS[model.dtype.itemsize]
         part, whole = group.head_dim // self.subvectors, group.head_dim
         block_part, block_whole = (triton.next_power_of_2(dim) for dim in (part, whole))
@@ -56,15 +56,13 @@ class PQCacheTriton(PQCache):
             "BLOCK_T": BLOCK_T,
             "enable_fp_fusion": False,
         }
-        groups = codes | {"GROUP": model.group_size, "GROUPED": grouped}
-        self.asking = groups | {
+        asking = codes | {
             "D": part,
             "BLOCK_C": max(16, self.count),
             "BLOCK_D": max(16, block_part),
-            "BLOCK_G": max(16, grouped),
             "FP32": model.dtype is torch.float32 or device.type == "cpu",
         }
-        self.scoring = groups | {
+        scoring = codes | {
             "PLACES": self.places,
             "D": whole,
             "BLOCK_D": min(block_whole, CHANNELS),
@@ -72,6 +70,12 @@ class PQCacheTriton(PQCache):
             "TILES": TILES,
             "BLOCK_P": max(2, triton.next_power_of_2(self.books)),
         }
+        self.asking, self.scoring = [], []
+        for queries in range(1, setup.max_queries + 1):
+            each = model.group_size * queries
+            heads = {"GROUP": each, "GROUPED": triton.next_power_of_2(each)}
+            self.asking.append(asking | heads | {"BLOCK_G": max(16, heads["GROUPED"])})
+            self.scoring.append(scoring | heads | {"QUERIES": queries})
 
     def encode(self, layer: LayerView, slot: int, book: int, start: int, keys: Tensor) -> None:
         pools, heads = layer.pools, self.group.num_kv_heads
@@ -86,26 +90,27 @@ class PQCacheTriton(PQCache):
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        k = k[:, 0]
-        step, keys = layer.step, layer.pools["keys"]
-        code_kernels.update_kernel[(step.batch, self.group.num_kv_heads)](
+        step, keys, queries = layer.step, layer.pools["keys"], k.shape[1]
+        code_kernels.update_kernel[(step.batch * queries, self.group.num_kv_heads)](
             *(k.view(self.bits), keys.view(self.bits)),
-            *(step.slots, step.lengths, step.appended, k.stride(0), k.stride(1)),
+            *(step.slots, step.lengths, step.appended, *k.stride()[:3]),
+            QUERIES=queries,
             **self.following,
         )
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         step, pools, heads = layer.step, layer.pools, self.heads
+        queries = q.shape[1] // self.model.num_heads
         pairs, strides = step.batch * self.group.num_kv_heads, (q.stride(0), q.stride(1))
         kernels.table_kernel[(pairs, self.books, self.subvectors)](
             *(q, pools["centroids"], pools["state"], step.slots, self.table),
             *(self.books, self.model.scale, *strides),
-            **self.asking,
+            **self.asking[queries - 1],
         )
         kernels.score_kernel[(pairs, heads.blocks)](
             *(q, self.table, pools["codes"], pools["starts"], pools["keys"], pools["state"]),
-            *(step.slots, step.lengths, heads.raw, heads.peak, heads.mass),
+            *(step.slots, step.lengths, step.appended, heads.raw, heads.peak, heads.mass),
             *(self.books, self.group.max_units, heads.blocks, self.model.scale, *strides),
-            **self.scoring,
+            **self.scoring[queries - 1],
         )
-        return heads.lanes(step, self.sink_units, self.recent_units)
+        return heads.lanes(step, self.sink_units, self.recent_units, queries)
