@@ -61,7 +61,7 @@ class InfLLMv2(RankedUnits):
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         step, group = layer.step, self.group
-        before = (step.lengths - 1).clamp(min=0) * (step.slots >= 0)
+        before = (step.lengths - step.appended.clamp(min=1)).clamp(min=0) * (step.slots >= 0)
         closed, parts = before // group.unit, before // self.stride
         unit = torch.arange(group.max_units, device=q.device)
         # Whole parts may be in the open unit; behind it stands no page, and unit 0 is read.
@@ -69,6 +69,7 @@ class InfLLMv2(RankedUnits):
         at = host_ids(layer, step.slots.clamp(min=0)[:, None], torch.where(there, unit, 0))
         means = layer.pools["means"][at].transpose(2, 3).flatten(1, 2)
         windows = reference.window_scores(q, means, parts, self.model.scale)
+        windows = windows.masked_fill(~self.real_heads(layer, q)[..., None], float("-inf"))
         lanes = self.combine(windows.unflatten(1, (group.lane_heads, -1)))
         scores = reference.unit_scores(lanes, self.parts)
         forced = (unit < self.sink_units) | (unit >= closed[:, None] - self.recent_units)

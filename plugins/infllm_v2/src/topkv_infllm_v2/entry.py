@@ -39,6 +39,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(2, 256),
                 scopes=("kv_head", "shared"),
+                queries=8,
                 dtypes=FLOATS,
                 # Not scale_free: a sum of softmaxes. Not attends: a key in the first part of a
                 # unit is as good for the unit before, with which it shares a window.

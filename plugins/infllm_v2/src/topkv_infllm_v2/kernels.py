@@ -34,6 +34,7 @@ def window_kernel(
     p_means,
     p_slots,
     p_lengths,
+    p_appended,
     p_pages,
     p_raw,
     p_peak,
@@ -45,6 +46,7 @@ def window_kernel(
     s_q_row,
     s_q_head,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
@@ -57,18 +59,24 @@ def window_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (row x kv-head, block of windows): scaled logits of the head's query heads, and the
-    maximum and the exponential sum of the block.
+    """Program (row x kv-head x block of its query heads, block of windows): scaled logits of the
+    heads, and the maximum and the exponential sum of the block. The ``GROUP`` heads of a kv-head
+    are those of all QUERIES of the row.
 
     ``FP32`` multiplies in fp32, for fp32 queries and for the interpreter.
     """
-    pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    HELD: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
+    pair, block = (tl.program_id(0) // HELD).to(tl.int64), tl.program_id(1)
     row, head = pair // KV_HEADS, pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    parts = tl.maximum(tl.load(p_lengths + row) - 1, 0) // STRIDE
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    parts = tl.maximum(tl.load(p_lengths + row) - new, 0) // STRIDE
     if (slot < 0) | (block * TILES * TILE >= parts):
         return
-    d, g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    g = tl.program_id(0) % HELD * BLOCK_G + tl.arange(0, BLOCK_G)
     in_d, in_g = d < D, g < GROUP
     p_q += row * s_q_row + head * GROUP * s_q_head
     in_q = in_g[None, :] & in_d[:, None]
@@ -101,12 +109,14 @@ def unit_kernel(
     p_windows,
     p_slots,
     p_lengths,
+    p_appended,
     p_scores,
     p_closed,
     max_units,
     sinks,
     recent,
     LANE_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -115,7 +125,10 @@ def unit_kernel(
     """Program (lane, block of units): the best window of each closed unit; forced ones +inf."""
     lane, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = lane // LANE_HEADS
-    before = tl.maximum(tl.load(p_lengths + row) - 1, 0)
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    before = tl.maximum(tl.load(p_lengths + row) - new, 0)
     before = tl.where(tl.load(p_slots + row) < 0, 0, before)
     closed, parts = before // UNIT, before // STRIDE
     if block == 0:
