@@ -71,7 +71,9 @@ def measure(requests: int, tokens: int, read: float) -> dict[str, object]:
     ids = torch.empty((requests * HEADS, BLOCKS - 1), **INTS)
     scores, ends = algorithm.scores, algorithm.ends
     rows = (requests, 0, 0)
-    score = per_call(lambda: algorithm._score(layer, q[:, 0], rows, scores, ends, algorithm.step))
+    score = per_call(
+        lambda: algorithm._score(layer, q[:, 0], rows, scores, ends, algorithm.steps[0])
+    )
     bound = 2 * DIM * tokens * requests / read / 1e3
     cell = {
         "requests": requests,

@@ -31,6 +31,11 @@ def make(on, heads=2, local=1, **options):
     return SparseCoordinator(lowered, registry())
 
 
+def padded(rows, count):
+    """Rows, and some of NaN behind them."""
+    return torch.cat([rows, rows.new_full((count, *rows.shape[1:]), torch.nan)])
+
+
 class Life:
     """A request whose every row is compared, in every layer."""
 
@@ -42,9 +47,12 @@ class Life:
         self.keys = torch.empty(LAYERS, 0, INDEX_DIM)
         self.slot = coordinator.request_begin()
 
-    def forward(self, count, decode=False):
+    def forward(self, count, decode=False, queries=1):
         m, device = self.model, self.coordinator.config.device
-        rows = {"decode": [self.slot]} if decode else {"prefill": [(self.slot, count)]}
+        rows = {"prefill": [(self.slot, count)]}
+        if decode:
+            rows = {"decode": [self.slot], "append": [count], "queries": queries}
+        padding = max(queries - count, 0)
         self.coordinator.forward_begin(**rows)
         start = self.k.shape[1]
         drawn = [self._draw(count, n) for n in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
@@ -52,12 +60,17 @@ class Life:
         asked = self._draw(count, m.num_kv_heads, INDEX_DIM)
         self.keys = torch.cat([self.keys, self._draw(count, INDEX_DIM)], 1)
         for layer in range(LAYERS):
-            index = Index(asked[layer].to(device), self.keys[layer, start:].to(device))
-            inputs = (each[layer].to(device) for each in drawn)
+            of_index = (asked[layer], self.keys[layer, start:])
+            given = [padded(each, padding).to(device) for each in of_index]
+            inputs = (padded(each[layer], padding).to(device) for each in drawn)
+            index = Index(*given)
             out = self.coordinator.attention(layer, *inputs, index).cpu()
             for row in range(count):
+                # All queries of a step select together.
+                first, selecting = (start, asked[layer]) if decode else (start + row, None)
+                selecting = asked[layer, row][None] if selecting is None else selecting
                 expected = self.expected(
-                    layer, start + row, drawn[0][layer, row], asked[layer, row]
+                    layer, start + row, drawn[0][layer, row], selecting, first
                 )
                 torch.testing.assert_close(out[row].double(), expected, rtol=1e-4, atol=1e-5)
         self.coordinator.forward_end()
@@ -66,16 +79,17 @@ class Life:
         shape = shape if len(shape) > 1 or shape[0] == INDEX_DIM else (*shape, DIM)
         return torch.randn(LAYERS, count, *shape, generator=self.random)
 
-    def expected(self, layer, at, q, asked):
-        """``[H, D]`` of the row at position ``at``: blocks by their best key, and its own."""
-        own, outs = at // UNIT, []
+    def expected(self, layer, at, q, asked, first):
+        """``[H, D]`` of the row at position ``at``: blocks by their best key, for the best of
+        queries ``asked``, and those of ``first`` and what follows it up to its own."""
+        own, outs = first // UNIT, []
         group = self.model.group_size
         for head in range(self.model.num_kv_heads):
-            products = self.keys[layer].double() @ asked[head].double()
+            products = (self.keys[layer].double() @ asked[:, head].double().T).amax(1)
             best = {u: products[u * UNIT : min((u + 1) * UNIT, at + 1)].max() for u in range(own)}
             forced = {*range(max(0, own - self.local + 1), own + 1)}
             others = sorted(best.keys() - forced, key=lambda u: -best[u])
-            chosen = forced | {*others[: BLOCKS - len(forced)]}
+            chosen = forced | {*others[: BLOCKS - len(forced)], *range(own, at // UNIT + 1)}
             seen = torch.tensor([t for t in range(at + 1) if t // UNIT in chosen])
             k, v = (x[layer, seen, head].double() for x in (self.k, self.v))
             heads = q[head * group : (head + 1) * group].double()
@@ -103,6 +117,28 @@ def test_rows_attend_to_the_blocks_of_their_heads(on):
         coordinator.truncate(life.slot, length)
         life.k, life.v, life.keys = (x[:, :length] for x in (life.k, life.v, life.keys))
         life.forward(1, decode=True)
+        check_integrity(coordinator)
+        coordinator.close()
+
+    check()
+
+
+def test_rows_of_several_queries_attend_to_the_blocks_of_the_best(on):
+    """Some tokens of a step are taken back, and others come in their place."""
+
+    @settings(max_examples=1 if on.name == "interpret" else 12, deadline=None)
+    @given(st.data(), st.integers(17, 40), st.integers(0, 2**16))
+    def check(data, prompt, seed):
+        coordinator = make(on, 3, 2, max_queries=4)
+        life = Life(coordinator, seed, 2)
+        life.forward(prompt)
+        for _ in range(5):
+            queries = data.draw(st.integers(1, 4))
+            count = data.draw(st.integers(1, queries))
+            life.forward(count, decode=True, queries=queries)
+            length = life.k.shape[1] - data.draw(st.integers(0, count - 1))
+            coordinator.rollback(life.slot, length)
+            life.k, life.v, life.keys = (x[:, :length] for x in (life.k, life.v, life.keys))
         check_integrity(coordinator)
         coordinator.close()
 

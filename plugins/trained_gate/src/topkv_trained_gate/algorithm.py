@@ -16,6 +16,7 @@ from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationS
 from topkv.ops.topk import topk
 from topkv.types import LayerView, Selection
 from topkv_authoring.index import OwnIndex
+from topkv_authoring.selectors import closed_units
 from topkv_trained_gate.reference import unit_scores, with_local
 
 
@@ -25,6 +26,9 @@ class TrainedGate(OwnIndex):
     ``score(h, u) = max over tokens t of u of q[h] . k[t]``, fp32. The unit that a row is in is
     always attended, and so are the ``local - 1`` units before it: both count into the budget. Of
     equal scores the lower unit wins. A stored key depends on its token alone.
+
+    Several queries of a row select together: a unit is worth the largest of their scores. Units of
+    the tokens that the row appends are always attended.
     """
 
     score_bytes = 64 << 20
@@ -61,13 +65,16 @@ class TrainedGate(OwnIndex):
         self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
     ) -> Selection:
         step, unit = layer.step, self.group.unit
-        q = self.index_queries(q, (step.batch, 1))
-        closed = ((step.lengths - 1).clamp(min=0) // unit) * (step.slots >= 0)
+        rows = self.step_rows(layer, q)
+        q, closed = self.index_queries(q, rows), closed_units(layer)
         tokens = torch.arange(self.group.max_units * unit, device=q.device)
         slots = step.slots.clamp(min=0)[:, None]
         # Behind the closed units stands no page: read page 0; top-k leaves its scores out.
         seen = torch.where(tokens < closed[:, None] * unit, tokens, 0)
-        scores = unit_scores(q, layer.pools["index"][self.token_rows(layer, slots, seen)], unit)
+        keys = layer.pools["index"][self.token_rows(layer, slots, seen)]
+        scores = unit_scores(q, keys.repeat_interleave(rows[1], 0), unit).unflatten(0, rows)
+        padding = torch.arange(rows[1], device=q.device) >= step.appended.clamp(min=1)[:, None]
+        scores = scores.masked_fill(padding[..., None, None], float("-inf")).amax(1)
         self._select(with_local(scores, closed, self.local - 1), closed, out.ids)
         return out
 

@@ -35,6 +35,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 256),
                 scopes=("kv_head",),
+                queries=8,
                 needs_index=True,
                 dtypes=FLOATS,
                 traits=("attends", "scale_free", "exact_update", *RANKED),

@@ -59,6 +59,7 @@ def score_kernel(
     p_pages,
     p_slots,
     p_lengths,
+    p_appended,
     p_scores,
     p_ends,
     rows,
@@ -69,6 +70,8 @@ def score_kernel(
     s_head,
     s_score,
     PROMPT: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HELD: tl.constexpr,
     LOCAL: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -83,9 +86,10 @@ def score_kernel(
 ):
     """Program (ROWS rows, UNITS units): scores of units, and how many of them count.
 
-    In a step a row has a request of its own, ROWS is 1, and closed units count. The rows of a
-    prompt are one request's, from position ``start``, and the unit that each is in counts too.
-    The last LOCAL ones score ``+inf``.
+    In a step a row has a request of its own, ROWS is 1, and closed units count. Of QUERIES of a
+    row, of which HELD are multiplied, the best counts. The rows of a prompt are one request's,
+    from position ``start``, and the unit that each is in counts too. The last LOCAL ones score
+    ``+inf``.
     """
     m = tl.arange(0, ROWS * BLOCK_H)
     row, head = tl.program_id(0) * ROWS + m // BLOCK_H, m % BLOCK_H
@@ -96,7 +100,10 @@ def score_kernel(
         pages = p_pages + slot.to(tl.int64) * s_pages
     else:
         own = tl.load(p_slots + tl.program_id(0)).to(tl.int64)
-        closed = tl.maximum(tl.load(p_lengths + tl.program_id(0)) - 1, 0) // UNIT
+        new = 1
+        if QUERIES > 1:
+            new = tl.maximum(tl.load(p_appended + tl.program_id(0)), 1)
+        closed = tl.maximum(tl.load(p_lengths + tl.program_id(0)) - new, 0) // UNIT
         most = tl.where(own >= 0, closed, 0)
         ends = tl.zeros_like(row) + most
         pages = p_pages + tl.maximum(own, 0) * s_pages
@@ -104,8 +111,12 @@ def score_kernel(
     if tl.program_id(1) == 0:
         tl.store(p_ends + lane, ends, inside)
     d = tl.arange(0, BLOCK_D)[:, None]
-    p_row = p_q + row.to(tl.int64) * s_row + head * s_head
-    query = tl.load(p_row[None, :] + d, inside[None, :] & (d < DIM), other=0.0)
+    p_row, in_q = p_q + row.to(tl.int64) * s_row + head * s_head, inside
+    if QUERIES > 1:  # those that are padding are copies of the last one
+        m = tl.arange(0, HELD * BLOCK_H)
+        asked = tl.program_id(0).to(tl.int64) * QUERIES + tl.minimum(m // BLOCK_H, new - 1)
+        p_row, in_q = p_q + asked * s_row + m % BLOCK_H * s_head, m % BLOCK_H < HEADS
+    query = tl.load(p_row[None, :] + d, in_q[None, :] & (d < DIM), other=0.0)
     if EXACT:
         query = query.to(tl.float32)
     first = tl.program_id(1) * UNITS
@@ -114,5 +125,7 @@ def score_kernel(
             *(p_index, pages, query, unit, most),
             *(UNIT, PAGE, DIM, BLOCK_D, TILE, EXACT),
         )
+        if QUERIES > 1:
+            best = tl.max(tl.reshape(best, [HELD, BLOCK_H]), 0)
         score = tl.where(unit >= ends - LOCAL, float("inf"), best)
         tl.store(p_scores + lane * s_score + unit, score, inside)

@@ -57,11 +57,15 @@ class TrainedGateTriton(KeptOfTokens, TrainedGate):
             "TILE": max(16, min(TILE, triton.next_power_of_2(group.unit))),
         }
         # A product has 16 columns at least.
-        self.step = {"BLOCK_H": max(16, block_h), "ROWS": 1, "UNITS": STEP_UNITS}
-        self.step |= {"PROMPT": False, "LOCAL": self.local - 1}
+        step = {"ROWS": 1, "UNITS": STEP_UNITS, "PROMPT": False, "LOCAL": self.local - 1}
+        self.steps = []
+        for queries in range(1, setup.max_queries + 1):
+            held = triton.next_power_of_2(queries)
+            sizes = {"QUERIES": queries, "HELD": held, "BLOCK_H": max(16 // held, block_h)}
+            self.steps.append(step | sizes)
         together = max(1, TOGETHER // block_h, 16 // block_h)
         self.prompt = {"BLOCK_H": block_h, "ROWS": together, "UNITS": PROMPT_UNITS}
-        self.prompt |= {"PROMPT": True, "LOCAL": self.local}
+        self.prompt |= {"PROMPT": True, "LOCAL": self.local, "QUERIES": 1, "HELD": 1}
 
     @property
     def options(self) -> tuple[int]:
@@ -83,10 +87,11 @@ class TrainedGateTriton(KeptOfTokens, TrainedGate):
         self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
     ) -> Selection:
         step = layer.step
-        q = self.index_queries(q, (step.batch, 1))
+        sizes = self.steps[q.shape[1] - 1 if q.shape[1] <= self.max_queries else 0]
+        q = self.index_queries(q, self.step_rows(layer, q))
         lanes = step.batch * self.heads
         scores, ends = self.scores[:lanes], self.ends[:lanes]
-        self._score(layer, q, (step.batch, 0, 0), scores, ends, self.step)
+        self._score(layer, q, (step.batch, 0, 0), scores, ends, sizes)
         topk(scores, ends, out.ids, impl="triton", work=self.work)
         return out
 
@@ -124,7 +129,7 @@ class TrainedGateTriton(KeptOfTokens, TrainedGate):
         """Write ``scores [m * H, U]`` and ``ends [m * H]``.
 
         Args:
-            q: ``[m, H, D]``.
+            q: ``[m * Q, H, D]``.
             rows: how many; of a prompt the position of the first, and the slot.
             sizes: of a program.
         """
@@ -132,7 +137,8 @@ class TrainedGateTriton(KeptOfTokens, TrainedGate):
         grid = (triton.cdiv(rows[0], sizes["ROWS"]), triton.cdiv(scores.shape[1], sizes["UNITS"]))
         exact = q.dtype is not index.dtype or q.dtype is torch.float32 or not q.is_cuda
         kernels.score_kernel[grid](
-            *(q, index, step.page_table, step.slots, step.lengths, scores, ends, *rows),
+            *(q, index, step.page_table, step.slots, step.lengths, step.appended),
+            *(scores, ends, *rows),
             *(step.page_table.stride(0), q.stride(0), q.stride(1), scores.stride(0)),
             EXACT=exact,
             **sizes,
