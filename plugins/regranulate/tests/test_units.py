@@ -56,7 +56,7 @@ class Call:
         self.extra = full(torch.int64, lanes + MARGIN)
         self.stage = made(impl, device, requests, heads, units, unit, width)
 
-    def run(self, tokens, lengths):
+    def run(self, tokens, lengths, appended=None):
         """Call the stage; return lists of ids and extra tokens."""
         lanes, select = len(tokens), self.tokens.shape[1] - MARGIN
         self.tokens[:, :select] = torch.tensor(tokens, dtype=torch.int32).view(lanes, select)
@@ -66,15 +66,23 @@ class Call:
             torch.tensor(lengths, dtype=torch.int32, device=self.device),
             self.ids[:, : self.width],
             self.extra[:lanes],
+            appended and torch.tensor(appended, dtype=torch.int32, device=self.device),
         )
         assert torch.equal(self.tokens, before), "wrote its candidates"
         assert (self.ids[:, self.width :] == POISON).all(), "wrote behind its row"
         assert (self.extra[lanes:] == POISON).all(), "wrote behind its lanes"
         return self.ids[:, : self.width].tolist(), self.extra[:lanes].tolist()
 
-    def check(self, tokens, closed, open_tokens=0):
-        """Check that the call equals the definition, in every lane."""
-        ids, extra = self.run(tokens, lengths_of(closed, self.unit, open_tokens))
+    def check(self, tokens, closed, open_tokens=0, appended=None):
+        """Check that the call equals the definition, in every lane. Rows that append have one new
+        token anyway, and more than one on top of ``closed`` and ``open_tokens``."""
+        lengths = lengths_of(closed, self.unit, open_tokens)
+        if appended:
+            lengths = [
+                length and length + max(new, 1) - 1
+                for length, new in zip(lengths, appended, strict=True)
+            ]
+        ids, extra = self.run(tokens, lengths, appended)
         heads = len(tokens) // len(closed)
         for lane, row in enumerate(tokens):
             truth = expected(row, closed[lane // heads], self.unit, self.width)
@@ -114,7 +122,8 @@ def test_any_selection(impl, device, data):
     for open_tokens in (0, data.draw(st.integers(0, unit - 1))):
         closed = data.draw(st.lists(st.integers(0, units), min_size=requests, max_size=requests))
         tokens = selections(data, requests * heads, select, units * unit + 3)
-        call.check(tokens, closed, open_tokens)
+        several = st.lists(st.integers(0, 4), min_size=requests, max_size=requests)
+        call.check(tokens, closed, open_tokens, data.draw(st.none() | several))
 
 
 @pytest.mark.parametrize(("impl", "device"), CASES)

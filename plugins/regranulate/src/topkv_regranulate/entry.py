@@ -17,7 +17,7 @@ def topkv_register_stages() -> list[PluginEntry]:
                 "triton": "topkv_regranulate.kernels:RegranulateKernels",
             },
             hook_api=(3, 0),
-            capabilities=Capabilities(attention=("gqa", "mla"), regrains=True),
+            capabilities=Capabilities(attention=("gqa", "mla"), regrains=True, queries=None),
         )
     ]
 

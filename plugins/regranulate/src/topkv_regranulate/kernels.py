@@ -22,16 +22,24 @@ class RegranulateKernels(Regranulate):
         marks = (setup.group.max_lanes, setup.group.max_units)
         self._marks = torch.zeros(marks, dtype=torch.uint8, device=setup.device)
 
-    def list_units(self, tokens: Tensor, lengths: Tensor, ids: Tensor, extra: Tensor) -> None:
+    def list_units(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        ids: Tensor,
+        extra: Tensor,
+        appended: Tensor | None = None,
+    ) -> None:
         lanes, select = tokens.shape
         if not lanes:
             return
         units = self.group.max_units
         regranulate_kernel[(lanes,)](
-            *(tokens, lengths, ids, extra, self._marks),
+            *(tokens, lengths, lengths if appended is None else appended, ids, extra, self._marks),
             *(tokens.stride(0), ids.stride(0)),
             *(select, ids.shape[1], units, lanes // len(lengths)),
             UNIT=self.group.unit,
+            SEVERAL=appended is not None,
             BLOCK=min(MAX_BLOCK, triton.next_power_of_2(max(select, units, 16))),
             num_warps=4,
         )
@@ -41,6 +49,7 @@ class RegranulateKernels(Regranulate):
 def regranulate_kernel(
     p_tokens,
     p_lengths,
+    p_appended,
     p_ids,
     p_extra,
     p_marks,
@@ -51,6 +60,7 @@ def regranulate_kernel(
     units,
     lane_heads,
     UNIT: tl.constexpr,
+    SEVERAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per lane: clear the marks of its closed units, mark, and list what is marked.
@@ -64,7 +74,10 @@ def regranulate_kernel(
     p_marks += lane * units
     at = tl.arange(0, BLOCK)
     length = tl.load(p_lengths + lane // lane_heads)
-    closed = tl.minimum(tl.maximum(length - 1, 0) // UNIT, units)
+    new = 1
+    if SEVERAL:
+        new = tl.maximum(tl.load(p_appended + lane // lane_heads), 1)
+    closed = tl.minimum(tl.maximum(length - new, 0) // UNIT, units)
     for first in range(0, closed, BLOCK):
         tl.store(p_marks + first + at, tl.zeros((BLOCK,), tl.uint8), first + at < closed)
     tl.debug_barrier()

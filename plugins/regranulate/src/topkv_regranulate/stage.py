@@ -37,16 +37,24 @@ class Regranulate:
         self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
     ) -> Selection:
         extra = self.extra[layer.index, : len(out.ids)]
-        self.list_units(candidates.ids, layer.step.lengths, out.ids, extra)
+        appended = layer.step.appended if q.shape[1] > 1 else None
+        self.list_units(candidates.ids, layer.step.lengths, out.ids, extra, appended)
         return out
 
-    def list_units(self, tokens: Tensor, lengths: Tensor, ids: Tensor, extra: Tensor) -> None:
+    def list_units(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        ids: Tensor,
+        extra: Tensor,
+        appended: Tensor | None = None,
+    ) -> None:
         """List the closed units that hold a selected token, each once, in ascending order. Hot.
 
-        With ``closed = max(length - 1, 0) // unit`` and ``counted = {t in tokens[n] : 0 <= t <
+        With ``closed = max(length - new, 0) // unit`` and ``counted = {t in tokens[n] : 0 <= t <
         closed * unit}`` the units of lane n are ``sorted({t // unit : t in counted})``, and
-        ``extra[n] = unit * units - |counted|``. Tokens of the open unit, which is attended
-        anyway, and -1 fall out.
+        ``extra[n] = unit * units - |counted|``. Tokens of the open unit, and of all units with new
+        tokens, which are attended anyway, and -1 fall out.
 
         Args:
             tokens: int32 ``[N, K']``, unique in a row, in any order, -1 anywhere.
@@ -55,11 +63,13 @@ class Regranulate:
             ids: int32 ``[N, K]``, every element written: units, -1 behind them. ``K >=
                 min(K', max_units)``, so that none is lost.
             extra: int64 ``[N]`` tokens of the listed units that were not selected.
+            appended: int32 ``[B]`` where rows have several queries: ``new`` is 1 or as many.
         """
         if not len(tokens):
             return
         unit, units = self.group.unit, self.group.max_units
-        closed = ((lengths - 1).clamp(min=0) // unit).clamp(max=units)
+        new = 1 if appended is None else appended.clamp(min=1)
+        closed = ((lengths - new).clamp(min=0) // unit).clamp(max=units)
         end = closed.repeat_interleave(len(tokens) // len(closed))[:, None] * unit
         counted = (tokens >= 0) & (tokens < end)
         place = torch.where(counted, tokens // unit, units).long()
