@@ -33,6 +33,7 @@ from topkv_testing.algorithm.batch import BatchTests
 from topkv_testing.algorithm.correct import CorrectTests
 from topkv_testing.algorithm.kernels import KernelTests
 from topkv_testing.algorithm.options import AlgorithmOptions
+from topkv_testing.algorithm.queries import QueriesTests
 from topkv_testing.algorithm.selection import SelectionTests
 from topkv_testing.algorithm.state import StateTests
 from topkv_testing.stage.estimate import EstimateTests
@@ -55,6 +56,7 @@ __all__ = [
 # pytest runs the tests of the last base first: there stand those that say most of a mistake.
 class StageTests(
     KernelTests,
+    QueriesTests,
     StateTests,
     BatchTests,
     SelectionTests,
