@@ -166,7 +166,7 @@ class KernelSkipsTheLastBlock(TopPTriton):
 
     @hookimpl
     def refine(self, layer, q, candidates, out):
-        block = self.weighing["BLOCK_C"]
+        block = self.weighing[0]["BLOCK_C"]
         front = torch.where(torch.arange(candidates.ids.shape[1]) < block, candidates.ids, -1)
         super().refine(layer, q, Selection(front.contiguous()), out)
         return out
@@ -191,7 +191,7 @@ class KernelForgetsTheLeast(TopPTriton):
 
     def __init__(self, setup):
         super().__init__(setup)
-        self.pruning = self.pruning | {"UNIT_BITS": 1}
+        self.pruning = [each | {"UNIT_BITS": 1} for each in self.pruning]
 
 
 class KernelSharesOfOneHead(TopPTriton):

@@ -39,6 +39,7 @@ def topkv_register_stages() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
+                queries=8,
                 dtypes=FLOATS,
                 # Not attends: it drops. Not nested, not scale_free: a softmax over candidates.
                 traits=("exact_update", "head_equivariant", "value_free", "incremental"),

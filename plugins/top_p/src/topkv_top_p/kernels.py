@@ -19,18 +19,21 @@ def worth_kernel(
     p_words,
     p_candidates,
     p_slots,
+    p_appended,
     p_pages,
     p_worth,
     candidates,
     max_pages,
     logit_scale,
     s_q_row,
+    s_q_query,
     s_q_head,
     s_lane,
     padded,
     KV_HEADS: tl.constexpr,
     HEADS_PER_LANE: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
@@ -42,7 +45,8 @@ def worth_kernel(
     FP32: tl.constexpr,
 ):
     """Program (row x kv-head, block of candidates): write what candidates are worth to the query
-    heads of a kv-head, the log-sum-exp of the estimated logits of their tokens.
+    heads of a kv-head, the log-sum-exp of the estimated logits of their tokens. The ``GROUP``
+    heads are those of all QUERIES of the row; to those of padding nothing is worth anything.
 
     ``FP32`` multiplies in fp32, for fp32 queries and for the interpreter, which has no bfloat16
     product.
@@ -65,7 +69,11 @@ def worth_kernel(
     g = tl.arange(0, BLOCK_G)
     in_g = g < GROUP
     WIDTH: tl.constexpr = (D + 1) // 2
-    p_heads = p_q + row * s_q_row + (head * GROUP + g.to(tl.int64)) * s_q_head
+    EACH: tl.constexpr = GROUP // QUERIES
+    p_heads = p_q + row * s_q_row + (head * EACH + g.to(tl.int64)) * s_q_head
+    if QUERIES > 1:
+        in_g &= g // EACH < tl.maximum(tl.load(p_appended + row), 1)
+        p_heads += (g // EACH).to(tl.int64) * (s_q_query - EACH * s_q_head)
     p_even = p_heads[None, :] + 2 * j[:, None]
     q_low = tl.load(p_even, in_g[None, :] & (2 * j < D)[:, None], other=0.0)
     q_high = tl.load(p_even + 1, in_g[None, :] & (2 * j + 1 < D)[:, None], other=0.0)
@@ -91,9 +99,11 @@ def worth_kernel(
     peak = tl.where(peak > float("-inf"), peak, 0.0)
     total = tl.sum(tl.exp(logits - peak[:, None, :]), 1)
     worth = peak + tl.log(tl.where(total > 0, total, 1.0))  # of no candidate it is not read
+    if QUERIES > 1:
+        worth = tl.where(in_g[None, :], worth, float("-inf"))
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     p_out = p_worth + (pair * GROUP + g)[None, :] * padded + c[:, None]
-    tl.store(p_out, worth, (c < candidates)[:, None] & in_g[None, :])
+    tl.store(p_out, worth, (c < candidates)[:, None] & (g < GROUP)[None, :])
 
 
 @triton.jit

@@ -26,7 +26,7 @@ PAIRS = 16384
 class TopPTriton(KeptOfTokens, TopP):
     """Top-p in kernels, with every constant worked out once.
 
-    Scratch: worth and then weight of candidates, fp32 ``[max_requests, H, K']``, and their ranks,
+    Scratch: worth and then weight of candidates, fp32 ``[max_requests, Q * H, K']``, and ranks,
     int32 ``[max_requests * lanes, K']``, with K' padded so that vectors can be read.
     """
 
@@ -39,24 +39,27 @@ class TopPTriton(KeptOfTokens, TopP):
         offered = min(self.widen * group.select, group.max_units)
         self.padded = triton.cdiv(offered, 16) * 16
         rows = group.max_requests * self.padded
-        self.worth = torch.empty(rows * model.num_heads, dtype=torch.float32, device=device)
+        most = setup.max_queries
+        heads = model.num_heads * most
+        self.worth = torch.empty(rows * heads, dtype=torch.float32, device=device)
         self.ranks = torch.empty(rows * group.lane_heads, dtype=torch.int32, device=device)
         wide = max(2, triton.next_power_of_2(model.head_dim))
         block_u = triton.next_power_of_2(group.unit)
-        self.weighing = constants(
-            kernels.worth_kernel,
-            setup,
-            PAIRS=self.outliers,
-            BLOCK_W=max(16, wide // 2),
-            BLOCK_C=max(1, TOKENS // block_u),
-            BLOCK_U=block_u,
-            num_warps=2,
-        )
-        heads = model.num_heads // group.lane_heads
+        sizes = {"PAIRS": self.outliers, "BLOCK_W": max(16, wide // 2), "num_warps": 2}
+        sizes |= {"BLOCK_C": max(1, TOKENS // block_u), "BLOCK_U": block_u}
+        self.weighing, self.pruning = [], []
+        for queries in range(1, most + 1):
+            self.weighing.append(constants(kernels.worth_kernel, setup, queries, **sizes))
+            self.pruning.append(self._pruning(queries * model.num_heads, offered))
+
+    def _pruning(self, heads: int, offered: int) -> dict[str, int]:
+        """Constants of the kernel that prunes, for the heads of all queries of a row."""
+        group = self.group
+        heads //= group.lane_heads
         block_g = triton.next_power_of_2(heads)
         most = triton.next_power_of_2(max(offered, 2))
         block_c = min(most, max(16, PAIRS // block_g))
-        self.pruning = {
+        return {
             "HEADS": heads,
             "WHOLE": self.p == 1,
             "IN_PLACE": offered <= group.select,
@@ -81,13 +84,14 @@ class TopPTriton(KeptOfTokens, TopP):
     ) -> Selection:
         model, pools, step = self.model, layer.pools, layer.step
         lanes, offered = candidates.ids.shape
-        blocks = triton.cdiv(offered, self.weighing["BLOCK_C"])
+        weighing = self.weighing[q.shape[1] - 1]
+        blocks = triton.cdiv(offered, weighing["BLOCK_C"])
         kernels.worth_kernel[(step.batch * model.num_kv_heads, blocks)](
             *(q, pools["codes"], pools["meta"], pools["outliers"], candidates.ids),
-            *(step.slots, step.page_table, self.worth),
+            *(step.slots, step.appended, step.page_table, self.worth),
             *(offered, step.page_table.stride(0), model.scale),
-            *(q.stride(0), q.stride(2), candidates.ids.stride(0), self.padded),
-            **self.weighing,
+            *(*q.stride()[:3], candidates.ids.stride(0), self.padded),
+            **weighing,
         )
         kernels.prune_kernel[(lanes,)](
             *(
@@ -100,6 +104,6 @@ class TopPTriton(KeptOfTokens, TopP):
                 out.ids.shape[1],
             ),
             *(float(self.p), candidates.ids.stride(0), out.ids.stride(0)),
-            **self.pruning,
+            **self.pruning[q.shape[1] - 1],
         )
         return out

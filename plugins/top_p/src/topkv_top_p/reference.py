@@ -53,12 +53,15 @@ def kept(worth: Tensor, p: float, most: int) -> Tensor:
     is enough, and candidates without weight are kept too.
 
     Args:
-        worth: fp32 ``[N, h, K']`` of candidates in ascending order, -inf where there is none.
+        worth: fp32 ``[N, h, K']`` of candidates in ascending order, -inf where there is none, and
+            for heads of queries that are padding.
         p: above 0, at most 1.
         most: K.
     """
     there = worth[:, 0] > float("-inf")
-    weight = (worth - worth.amax(-1, keepdim=True)).exp().masked_fill(~there[:, None], 0)
+    peak = worth.amax(-1, keepdim=True)
+    # Nothing has weight to a head of a query that is padding, and nothing is enough for it.
+    weight = (worth - peak.masked_fill(peak.isneginf(), 0)).exp()
     whole = weight.sum(-1, keepdim=True)
     rank = (weight / torch.where(whole > 0, whole, 1.0)).amax(1).masked_fill(~there, -1)
     order = rank.sort(dim=1, descending=True, stable=True).indices

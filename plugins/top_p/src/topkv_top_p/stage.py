@@ -32,7 +32,8 @@ class TopP:
     log-sum-exp of the logits of its tokens, and has the share ``softmax_c(worth_gc)`` among the
     candidates. Candidates are ranked by the largest share that they have to a query head of the
     lane, and the first ones are kept until every head has the share p among them: see
-    ``reference.kept``. There are at most K, whatever their share.
+    ``reference.kept``. There are at most K, whatever their share. All queries of a row are query
+    heads of its lanes.
 
     With p = 1 and ``widen`` 1 the selection is what it would be without the stage, at the same
     places. Codes are a function of the key alone: token by token or at once, the bits are the
@@ -71,15 +72,16 @@ class TopP:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        k = k[:, 0]
-        step, pools = layer.step, layer.pools
-        writes = (step.appended != 0) & (step.slots >= 0)
-        tokens = (step.lengths - 1).clamp(min=0)
-        # Rows that append nothing write row 0, which belongs to nobody, and what it holds.
-        at = torch.where(writes, self._rows(layer, step.slots.clamp(min=0), tokens), 0)
-        new = reference.encode(k.masked_fill(~writes[:, None, None], 0), self.outliers)
+        step, pools, nth = layer.step, layer.pools, torch.arange(k.shape[1], device=k.device)
+        writes = (nth < step.appended[:, None]) & (step.slots >= 0)[:, None]
+        tokens = ((step.lengths - step.appended)[:, None] + nth).clamp(min=0)
+        # What is not appended writes row 0, which belongs to nobody, and what it holds.
+        slots = step.slots.clamp(min=0)[:, None]
+        at = torch.where(writes, self._rows(layer, slots, torch.where(writes, tokens, 0)), 0)
+        writes = writes[..., None, None]
+        new = reference.encode(k.masked_fill(~writes, 0), self.outliers)
         for name, rows in zip(POOLS, new, strict=True):
-            pools[name][at] = torch.where(writes[:, None, None], rows, pools[name][at])
+            pools[name][at] = torch.where(writes, rows, pools[name][at])
 
     def _rows(self, layer: LayerView, slots: Tensor | int, tokens: Tensor) -> Tensor:
         """Rows of tokens in the pools."""
@@ -94,8 +96,15 @@ class TopP:
         absent = self.group.max_units
         units, order = torch.where(candidates.ids < 0, absent, candidates.ids).sort(1)
         there = units < absent
-        worth = self.logits(layer, q[:, 0], units * there).logsumexp(-1)
-        worth = worth.masked_fill(~there[:, None], float("-inf"))
+        # The heads of all queries of a row are heads of its lanes.
+        heads = q.unflatten(2, (self.group.num_kv_heads, -1)).transpose(1, 2)
+        real = (
+            torch.arange(q.shape[1], device=q.device) < layer.step.appended.clamp(min=1)[:, None]
+        )
+        real = real[:, None, :, None].expand(heads.shape[:4]).flatten(1, 3)
+        real = real.unflatten(1, (self.group.lane_heads, -1)).flatten(0, 1)
+        worth = self.logits(layer, heads.flatten(1, 3), units * there).logsumexp(-1)
+        worth = worth.masked_fill(~(there[:, None] & real[..., None]), float("-inf"))
         keep = reference.kept(worth, self.p, out.ids.shape[1])
         keep = torch.zeros_like(keep).scatter(1, order, keep)
         out.ids.copy_(reference.placed(candidates.ids, keep, out.ids.shape[1]))
