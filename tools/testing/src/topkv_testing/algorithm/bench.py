@@ -274,10 +274,16 @@ class AlgorithmBench(BenchMemory):
         return found
 
     def correct(
-        self, q: Tensor, slots: Sequence[int], ids: Tensor, out: Tensor, lse: Tensor
+        self,
+        q: Tensor,
+        slots: Sequence[int],
+        ids: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        appended: Sequence[int] | None = None,
     ) -> None:
-        """``correct`` of rows with queries ``[B, 1, H, D]``; ``out`` and ``lse`` in place."""
-        self._set_rows(slots)
+        """``correct`` of rows with queries ``[B, Q, H, D]``; ``out`` and ``lse`` in place."""
+        self._set_rows(slots, appended)
         self.algorithm.correct(self.layer, q.to(self.device), Selection(ids), out, lse)
 
     def rollback(self, slot: int, length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from topkv_testing.algorithm.bench import AlgorithmBench, lanes
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.cases import cases, rounded_cases
+from topkv_testing.algorithm.correct import attended, corrects, selections
 from topkv_testing.algorithm.kernels import measured
 from topkv_testing.algorithm.memory import same_bits
 from topkv_testing.algorithm.options import options_of
@@ -101,6 +103,37 @@ class QueriesTests(KitTests):
             assert (masses[0] - masses[1]).abs().max() <= options_of(subject).mass, (
                 f"{counts[row]} equal queries select {found[row]}, one {expected[row]}"
             )
+
+    @drawn(cpu=40, interpret=4, gpu=20, case=partial(cases, dtypes=("float32",), exact=False))
+    def test_queries_are_corrected_as_one_by_one(
+        self, subject: Subject, case: Case, data: Data
+    ) -> None:
+        """Each query of a row is corrected as it is alone, and padding keeps its bits."""
+        most = require_several(subject)
+        several = AlgorithmBench(subject, case, max_queries=most, values=None)
+        one = AlgorithmBench(subject, case, values=None)
+        corrects(several)
+        sizes = [data.draw(one.lengths(case.most - most)) for _ in SLOTS]
+        counts, keys = data.draw(counts_of(case, most)), case.tokens(9)[: 2 * most]
+        keys = keys.unflatten(0, (2, most))
+        filled(several, case, sizes).append_several(SLOTS, keys, counts)
+        filled(one, case, sizes).append(SLOTS, keys[:, 0])
+        q = torch.cat([case.queries(2, salt) for salt in range(20, 20 + most)], 1)
+        ids = data.draw(selections(one, SLOTS))
+        alone = [attended(one, SLOTS, q[:, n : n + 1], ids) for n in range(most)]
+        out, lse = (torch.cat([getattr(x, n) for x in alone], 1) for n in ("out", "lse"))
+        for row, count in enumerate(counts):
+            q[row, count:], out[row, count:], lse[row, count:] = math.nan, 0, -math.inf
+        several.correct(q, SLOTS, alone[0].ids, out, lse, counts)
+        for nth, each in enumerate(alone):
+            one.correct(q[:, nth : nth + 1], SLOTS, each.ids, each.out, each.lse)
+            for row, count in enumerate(counts):
+                if nth >= count:
+                    assert not out[row, nth].any(), "the output of padding changed"
+                    assert lse[row, nth].isneginf().all(), "the lse of padding changed"
+                    continue
+                torch.testing.assert_close(out[row, nth], each.out[row, 0], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(lse[row, nth], each.lse[row, 0], rtol=1e-4, atol=1e-5)
 
     @drawn(
         cpu=40,
