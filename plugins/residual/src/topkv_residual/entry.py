@@ -21,6 +21,7 @@ def topkv_register_stages() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
+                queries=8,
                 dtypes=FLOATS,
                 traits=("exact_update", "head_equivariant"),
             ),

@@ -41,6 +41,7 @@ def weigh_kernel(
     p_ids,
     p_slots,
     p_lengths,
+    p_appended,
     p_pages,
     p_peak,
     p_mass,
@@ -51,11 +52,13 @@ def weigh_kernel(
     logit_scale,
     log_unit,
     s_q_row,
+    s_q_query,
     s_q_head,
     s_ids,
     KV_HEADS: tl.constexpr,
     HEADS_PER_LANE: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     D: tl.constexpr,
@@ -67,19 +70,27 @@ def weigh_kernel(
     BLOCK_K: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """Program (row x kv-head, share): a running softmax over the units that were left out."""
+    """Program (row x kv-head, share): a running softmax over the units that were left out. The
+    ``GROUP`` heads of a kv-head are those of all QUERIES of the row."""
     pair = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     row, head = pair // KV_HEADS, pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0) // UNIT
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    closed = tl.maximum(tl.load(p_lengths + row) - new, 0) // UNIT
     if (slot < 0) | (share * TILES * TILE_U >= closed):
         return
     d, g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
     in_d, in_g = d < D, g < GROUP
-    p_q += row * s_q_row + head * GROUP * s_q_head
+    EACH: tl.constexpr = GROUP // QUERIES
+    p_heads = p_q + row * s_q_row + (head * EACH + g.to(tl.int64)) * s_q_head
+    if QUERIES > 1:
+        in_g &= g // EACH < new
+        p_heads += (g // EACH).to(tl.int64) * (s_q_query - EACH * s_q_head)
     in_q = in_g[None, :] & in_d[:, None]
-    q = tl.load(p_q + g.to(tl.int64)[None, :] * s_q_head + d[:, None], in_q, other=0.0)
+    q = tl.load(p_heads[None, :] + d[:, None], in_q, other=0.0)
     if FP32:
         q = q.to(tl.float32)
     lane = row * (KV_HEADS // HEADS_PER_LANE) + head // HEADS_PER_LANE
@@ -115,6 +126,7 @@ def weigh_kernel(
 def add_kernel(
     p_slots,
     p_lengths,
+    p_appended,
     p_peak,
     p_mass,
     p_sum,
@@ -122,29 +134,46 @@ def add_kernel(
     p_lse,
     shares,
     s_out_row,
+    s_out_query,
     s_out_head,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     SHARE_UNITS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (row x query head): what was attended, and the shares, by their log-sum-exp."""
+    """Program (row x query x query head): what was attended, and the shares, by their
+    log-sum-exp."""
     pair = tl.program_id(0).to(tl.int64)
-    row, head = pair // HEADS, pair % HEADS
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0) // UNIT
+    row, head = pair // (QUERIES * HEADS), pair % HEADS
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    closed = tl.maximum(tl.load(p_lengths + row) - new, 0) // UNIT
     used = (closed + SHARE_UNITS - 1) // SHARE_UNITS
     if (tl.load(p_slots + row) < 0) | (used == 0):
         return
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
+    first = pair * shares
+    p_out += row * s_out_row + head * s_out_head
+    if QUERIES > 1:
+        query = pair // HEADS % QUERIES
+        if query >= new:
+            return
+        EACH: tl.constexpr = GROUP // QUERIES
+        within = head // EACH * GROUP + query * EACH + head % EACH
+        first = (row * QUERIES * HEADS + within) * shares
+        p_out += query * s_out_query
     peak = tl.load(p_lse + pair)
     mass = tl.where(peak == float("-inf"), 0.0, 1.0)
-    p_row = p_out + row * s_out_row + head * s_out_head + d
+    p_row = p_out + d
     total = tl.load(p_row, in_d, other=0.0).to(tl.float32) * mass
     added = 0.0
     for share in range(used):
-        at = pair * shares + share
+        at = first + share
         above = tl.load(p_peak + at)
         new = tl.maximum(peak, above)
         floor = tl.where(new == float("-inf"), 0.0, new)

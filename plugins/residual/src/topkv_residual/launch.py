@@ -35,37 +35,36 @@ class ResidualTriton(KeptByKernels, Residual):
         super().__init__(setup)
         model, group, device = self.model, self.group, setup.device
         self.shares = triton.cdiv(group.max_units, TILE_U * TILES)
-        pairs = group.max_requests * model.num_heads * self.shares
+        most = setup.max_queries
+        pairs = group.max_requests * model.num_heads * most * self.shares
 
         def scratch(each: int) -> Tensor:
             return torch.empty(pairs * each, dtype=torch.float32, device=device)
 
         self.peak, self.mass, self.sum = scratch(1), scratch(1), scratch(model.head_dim)
         sizes = {"TILE_U": TILE_U, "TILES": TILES, "STAGES": STAGES, "BLOCK_K": BLOCK_K}
-        self.weighing = constants(kernels.weigh_kernel, setup, num_warps=4, **sizes)
-        self.adding = constants(
-            kernels.add_kernel,
-            setup,
-            HEADS=model.num_heads,
-            SHARE_UNITS=TILE_U * TILES,
-            num_warps=1,
-        )
+        own = {"HEADS": model.num_heads, "SHARE_UNITS": TILE_U * TILES, "num_warps": 1}
+        self.weighing, self.adding = [], []
+        for queries in range(1, most + 1):
+            weighing = constants(kernels.weigh_kernel, setup, queries, num_warps=4, **sizes)
+            self.weighing.append(weighing)
+            self.adding.append(constants(kernels.add_kernel, setup, queries, **own))
 
     @hookimpl
     def correct(
         self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
     ) -> None:
         model, group, step = self.model, self.group, layer.step
-        work = (self.peak, self.mass, self.sum)
+        work, queries = (self.peak, self.mass, self.sum), q.shape[1]
+        rows = (step.slots, step.lengths, step.appended)
         kernels.weigh_kernel[(step.batch * model.num_kv_heads, self.shares)](
             *(q, layer.pools["means"], selection.ids),
-            *(step.slots, step.lengths, step.page_table, *work),
+            *(*rows, step.page_table, *work),
             *(step.page_table.stride(0), self.shares, selection.ids.shape[1], model.scale),
-            *(math.log(group.unit), q.stride(0), q.stride(2), selection.ids.stride(0)),
-            **self.weighing,
+            *(math.log(group.unit), *q.stride()[:3], selection.ids.stride(0)),
+            **self.weighing[queries - 1],
         )
-        kernels.add_kernel[(step.batch * model.num_heads,)](
-            *(step.slots, step.lengths, *work, out, lse),
-            *(self.shares, out.stride(0), out.stride(2)),
-            **self.adding,
+        kernels.add_kernel[(step.batch * queries * model.num_heads,)](
+            *(*rows, *work, out, lse, self.shares, *out.stride()[:3]),
+            **self.adding[queries - 1],
         )

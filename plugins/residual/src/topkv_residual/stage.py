@@ -14,8 +14,11 @@ from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
 from topkv.types import LayerView, Selection
-from topkv_authoring.selectors import KeepsUnits, host_ids, key_refusals
+from topkv_authoring.selectors import KeepsUnits, closed_units, host_ids, key_refusals
 from topkv_residual import reference
+
+MOST_HEADS = 64
+"""Most query heads of a kv-head, in all queries of a row, that a program of the kernels holds."""
 
 
 class Residual(KeepsUnits):
@@ -28,7 +31,8 @@ class Residual(KeepsUnits):
 
     Where keys and values within a unit are equal the estimate is exact, up to rounding, and the
     result is attention to everything. Where nothing is left out nothing changes, to the bit.
-    What is kept is a function of the keys and values of a unit alone. Both are finite.
+    What is kept is a function of the keys and values of a unit alone. Both are finite. To each of
+    several queries of a row the same units are added, those before the tokens that it appends.
     """
 
     keeps_values = True
@@ -37,6 +41,12 @@ class Residual(KeepsUnits):
         """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
         reasons = key_refusals(self.model, self.group, "means are")
+        heads, most = self.model.group_size, setup.max_queries
+        if most > 1 and heads * most > MOST_HEADS:
+            reasons.append(
+                f"a kv-head may have at most {MOST_HEADS} query heads, of all queries of a row, "
+                f"got {heads * most}; lower max_queries"
+            )
         if self.model.softcap is not None:
             reasons.append("logits are estimated without a cap, and the model has a softcap")
         if self.model.out_dim != self.model.head_dim:
@@ -70,14 +80,24 @@ class Residual(KeepsUnits):
     ) -> None:
         group, step = self.group, layer.step
         unit = torch.arange(group.max_units, device=q.device)
-        closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
-        there = unit < closed[:, None]
+        there = unit < closed_units(layer)[:, None]
+        real = torch.arange(q.shape[1], device=q.device) < step.appended.clamp(min=1)[:, None]
+        real = self._by_heads(real[..., None].expand(q.shape[:3]))
         held = (selection.ids[:, :, None] == unit).any(1).unflatten(0, (-1, group.lane_heads))
-        left = (there[:, None] & ~held).repeat_interleave(q.shape[2] // group.lane_heads, 1)
+        left = (there[:, None] & ~held).repeat_interleave(real.shape[1] // group.lane_heads, 1)
+        left &= real[..., None]
         at = host_ids(layer, step.slots.clamp(min=0)[:, None], torch.where(there, unit, 0))
         mean, value = layer.pools["means"][at].unbind(3)
-        weights = self.weights(q[:, 0], mean)
-        new, total = reference.add(out[:, 0], lse[:, 0], weights, value, left)
-        some = left.any(-1)
-        out[:, 0] = torch.where(some[..., None], new.to(out.dtype), out[:, 0])
-        lse[:, 0] = torch.where(some, total, lse[:, 0])
+        weights = self.weights(self._by_heads(q), mean)
+        added = reference.add(self._by_heads(out), self._by_heads(lse), weights, value, left)
+        new, total, some = (self._by_queries(x, q.shape[1]) for x in (*added, left.any(-1)))
+        out.copy_(torch.where(some[..., None], new.to(out.dtype), out))
+        lse.copy_(torch.where(some, total, lse))
+
+    def _by_heads(self, x: Tensor) -> Tensor:
+        """``[B, Hkv * Q * G, ...]`` of ``[B, Q, Hkv * G, ...]``: queries are further heads."""
+        return x.unflatten(2, (self.model.num_kv_heads, -1)).transpose(1, 2).flatten(1, 3)
+
+    def _by_queries(self, x: Tensor, queries: int) -> Tensor:
+        """The reverse of ``_by_heads``."""
+        return x.unflatten(1, (self.model.num_kv_heads, queries, -1)).transpose(1, 2).flatten(2, 3)
