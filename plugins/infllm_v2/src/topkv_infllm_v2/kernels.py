@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv_authoring.lane_scores_kernels import fold
+from topkv_authoring.lane_scores_kernels import fold, tokens_before
 from topkv_authoring.language import store
 
 
@@ -69,10 +69,7 @@ def window_kernel(
     pair, block = (tl.program_id(0) // HELD).to(tl.int64), tl.program_id(1)
     row, head = pair // KV_HEADS, pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    new = 1
-    if QUERIES > 1:
-        new = tl.maximum(tl.load(p_appended + row), 1)
-    parts = tl.maximum(tl.load(p_lengths + row) - new, 0) // STRIDE
+    parts = tokens_before(p_lengths, p_appended, row, QUERIES) // STRIDE
     if (slot < 0) | (block * TILES * TILE >= parts):
         return
     d = tl.arange(0, BLOCK_D)
@@ -125,10 +122,7 @@ def unit_kernel(
     """Program (lane, block of units): the best window of each closed unit; forced ones +inf."""
     lane, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = lane // LANE_HEADS
-    new = 1
-    if QUERIES > 1:
-        new = tl.maximum(tl.load(p_appended + row), 1)
-    before = tl.maximum(tl.load(p_lengths + row) - new, 0)
+    before = tokens_before(p_lengths, p_appended, row, QUERIES)
     before = tl.where(tl.load(p_slots + row) < 0, 0, before)
     closed, parts = before // UNIT, before // STRIDE
     if block == 0:

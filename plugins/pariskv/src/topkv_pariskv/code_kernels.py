@@ -66,17 +66,15 @@ def query_kernel(
     LOG_WIDE: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Program (row x kv-head x block of its query heads): these rotated, fp32
-    ``[BLOCK_G, WIDE]``."""
+    """Program (row x kv-head x block of query heads): these rotated, ``[BLOCK_G, WIDE]`` fp32."""
     PARTS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     part = tl.program_id(0).to(tl.int64)
     pair = part // PARTS
     row = pair // KV_HEADS
     if tl.load(p_slots + row) < 0:
         return
-    nth = tl.arange(0, BLOCK_G)
+    nth, d = tl.arange(0, BLOCK_G), tl.arange(0, WIDE)
     g = part % PARTS * BLOCK_G + nth
-    d = tl.arange(0, WIDE)
     p_tile = p_q + row * s_row + (pair % KV_HEADS * GROUP + g[:, None]) * s_head + d[None, :]
     q = tl.load(p_tile, (g < GROUP)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
     z = _rotate(q, tl.load(p_signs + d), BLOCK_G, WIDE, LOG_WIDE)

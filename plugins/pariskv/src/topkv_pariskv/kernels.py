@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv_authoring.lane_scores_kernels import fold
+from topkv_authoring.lane_scores_kernels import fold, tokens_before
 from topkv_authoring.outliers_kernels import products
 
 
@@ -70,9 +70,8 @@ def score_kernel(
     BLOCK_G: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """Program (row x kv-head x block of its query heads, block of tokens): scaled scores of these,
-    and the maximum and the exponential sum of the block. The ``GROUP`` heads of a kv-head are
-    those of all QUERIES of the row.
+    """Program (row x kv-head x block of query heads, block of tokens): scaled scores, and the
+    maximum and the exponential sum of the block. GROUP heads are those of all QUERIES of a row.
 
     Codes are read as bytes. A bit of all bytes of a code is one product for the tensor cores,
     whose operand the threads make of the bytes that they hold, where a whole code would have to be
@@ -87,10 +86,7 @@ def score_kernel(
     block = tl.program_id(1)
     row, head = pair // KV_HEADS, pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    new = 1
-    if QUERIES > 1:
-        new = tl.maximum(tl.load(p_appended + row), 1)
-    closed = tl.maximum(tl.load(p_lengths + row) - new, 0)
+    closed = tokens_before(p_lengths, p_appended, row, QUERIES)
     if (slot < 0) | (block * TILES * TILE >= closed):
         return
     p_z = p_rotated + part * BLOCK_G * WIDE

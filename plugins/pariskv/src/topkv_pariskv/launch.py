@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.types import LayerView
+from topkv_authoring.constants import constants
 from topkv_authoring.lane_scores import HeadScores
 from topkv_authoring.units import KeptOfTokens
 from topkv_pariskv import code_kernels, kernels, reference
@@ -21,26 +22,15 @@ TILE, TILES = 128, 8
 BLOCK_U = TILE * TILES
 """Tokens whose maximum and exponential sum are kept together."""
 
-MOST_G = 16
-"""Most query heads that a program holds where rows have several queries; more share the tokens."""
-
 REGISTERS = {8: 128, 16: 168}
-"""Registers of a thread of the score kernel, by BLOCK_G: as many as it takes without the branch of
-the outliers, where few tiles come by; with it the compiler would take a fifth more for all."""
-
-
-def heads_of(group: int, queries: int) -> dict[str, int]:
-    """Query heads of a kv-head, in all ``queries`` of a row, and those of a program."""
-    heads = group * queries
-    block = max(8, int(triton.next_power_of_2(min(heads, max(group, MOST_G)))))
-    return {"GROUP": heads, "BLOCK_G": block}
+"""Registers of a thread of the score kernel, by BLOCK_G, which several queries leave among these:
+as many as it takes without the branch of outliers, with which a compiler takes a fifth more."""
 
 
 class ParisKVTriton(KeptOfTokens, ParisKV):
     """ParisKV in kernels, with every constant worked out once.
 
-    Scratch: ``HeadScores``, and rotated queries, fp32 ``[heads, P]``, those of a kv-head
-    rounded up to whole blocks.
+    Scratch: ``HeadScores``, and rotated queries, fp32 ``[heads, P]``, blocks of heads.
     """
 
     impl = "triton"
@@ -49,34 +39,25 @@ class ParisKVTriton(KeptOfTokens, ParisKV):
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
-        model, group, device = self.model, self.group, setup.device
+        model, group, most = self.model, self.group, setup.max_queries
         wide = reference.width(group.head_dim)
-        most, pairs = setup.max_queries, group.max_requests * model.num_kv_heads
-        self.heads = HeadScores(model, group, BLOCK_U, device, most)
-        geometry = {"KV_HEADS": model.num_kv_heads, "D": group.head_dim, "WIDE": wide}
-        rotating = geometry | {
-            "LOG_WIDE": wide.bit_length() - 1,
-            "num_warps": 4,
-            "enable_fp_fusion": False,
-        }
-        scoring = geometry | {
-            "PAIRS": self.params.outliers,
-            "PAGE": group.page_tokens,
-            "TILE": TILE,
-            "TILES": TILES,
-            "BYTES": max(16, wide // 8),
-            "FP32": model.dtype is torch.float32 or device.type == "cpu",
-            "num_warps": 2,
-        }
-        several = [heads_of(model.group_size, queries + 1) for queries in range(most)]
-        self.parts = [-(-each["GROUP"] // each["BLOCK_G"]) for each in several]
-        rows = pairs * self.parts[-1] * several[-1]["BLOCK_G"]
-        self.rotated = torch.empty((rows, wide), dtype=torch.float32, device=device)
-        self.asking = [rotating | each for each in several]
-        self.scoring = [scoring | each | {"QUERIES": nth + 1} for nth, each in enumerate(several)]
-        for each in self.scoring:
-            if not each["FP32"] and each["BLOCK_G"] in REGISTERS:
-                each["maxnreg"] = REGISTERS[each["BLOCK_G"]]
+        self.heads = HeadScores(model, group, BLOCK_U, setup.device, most)
+        asking = {"WIDE": wide, "LOG_WIDE": wide.bit_length() - 1, **self.writing}
+        scoring = {"WIDE": wide, "BYTES": max(16, wide // 8), "num_warps": 2}
+        scoring |= {"PAIRS": self.params.outliers, "TILE": TILE, "TILES": TILES}
+        self.asking, self.scoring = list[dict[str, Any]](), list[dict[str, Any]]()
+        for queries in range(1, most + 1):
+            held = min(model.group_size * queries, max(model.group_size, *REGISTERS))
+            block = {"BLOCK_G": max(8, triton.next_power_of_2(held))}
+            made = constants(code_kernels.query_kernel, setup, queries, **asking, **block)
+            self.asking.append(made)
+            made = constants(kernels.score_kernel, setup, queries, **scoring, **block)
+            if not made["FP32"] and block["BLOCK_G"] in REGISTERS:
+                made["maxnreg"] = REGISTERS[block["BLOCK_G"]]
+            self.scoring.append(made)
+        self.parts = [-(-each["GROUP"] // each["BLOCK_G"]) for each in self.scoring]
+        rows = group.max_requests * model.num_kv_heads * self.parts[-1] * block["BLOCK_G"]
+        self.rotated = torch.empty((rows, wide), dtype=torch.float32, device=setup.device)
 
     @property
     def options(self) -> tuple[int, ...]:
@@ -85,8 +66,7 @@ class ParisKVTriton(KeptOfTokens, ParisKV):
 
     def written(self, layer: LayerView) -> tuple[Tensor, ...]:
         pools = layer.pools
-        factor = pools["factor"].view(torch.int16)
-        return pools["codes"], factor, pools["outliers"], self.signs
+        return pools["codes"], pools["factor"].view(torch.int16), pools["outliers"], self.signs
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step, pools = self.group, layer.step, layer.pools

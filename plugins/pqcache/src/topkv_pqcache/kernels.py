@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv_authoring.lane_scores_kernels import fold
+from topkv_authoring.lane_scores_kernels import fold, tokens_before
 from topkv_pqcache.algorithm import State
 
 STATE = tl.constexpr(len(State))
@@ -153,10 +153,7 @@ def score_kernel(
     row = pair // KV_HEADS
     head = pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    new = 1
-    if QUERIES > 1:
-        new = tl.maximum(tl.load(p_appended + row), 1)
-    closed = tl.maximum(tl.load(p_lengths + row) - new, 0)
+    closed = tokens_before(p_lengths, p_appended, row, QUERIES)
     start = block * TILES * TILE
     if (slot < 0) | (start >= closed):
         return

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from topkv_authoring.bounds import key_bounds
-from topkv_authoring.lane_scores_kernels import fold
+from topkv_authoring.lane_scores_kernels import fold, tokens_before
 from topkv_authoring.language import store
 
 
@@ -140,10 +140,7 @@ def score_kernel(
     row = pair // KV_HEADS
     head = pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    new = 1
-    if QUERIES > 1:
-        new = tl.maximum(tl.load(p_appended + row), 1)
-    closed = tl.maximum(tl.load(p_lengths + row) - new, 0) // UNIT
+    closed = tokens_before(p_lengths, p_appended, row, QUERIES) // UNIT
     if (slot < 0) | (block * TILES * TILE_U >= closed):
         return
     d = tl.arange(0, BLOCK_D)

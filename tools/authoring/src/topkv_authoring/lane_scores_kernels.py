@@ -24,6 +24,15 @@ def fold(peak, mass, scores, inside):
 
 
 @triton.jit
+def tokens_before(p_lengths, p_appended, row, QUERIES: tl.constexpr):
+    """Tokens of a row before those that it appends, or before its newest one."""
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    return tl.maximum(tl.load(p_lengths + row) - new, 0)
+
+
+@triton.jit
 def _normalisers(
     p_peak,
     p_mass,
