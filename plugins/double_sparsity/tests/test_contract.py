@@ -27,7 +27,7 @@ def test_one_instance_serves_the_hooks_by_their_names(bench):
         parameters = inspect.signature(method).parameters
         assert list(parameters) == list(inspect.signature(getattr(Algorithm, name)).parameters)
         assert hasattr(method, "topkv_impl")
-    with pytest.raises(ValueError, match="one query per row"):
+    with pytest.raises(ValueError, match="at most 1 queries a row"):
         b.algorithm.retrieve_topk(b.layer, torch.zeros(1, 2, 4, 16), None, torch.zeros(2, 5).int())
 
 

@@ -136,7 +136,7 @@ def test_turns_of_kv_heads(bench, tier, monkeypatch, label):
         shape = {"kv_heads": kv_heads, "units": 90, "page": 64 if seed % 2 else 2}
         b = bench(tier, label=label, scope="shared", seed=seed, channels=16, **shape)
         if tier.impl == "triton":
-            assert b.algorithm.scoring["BUNDLES"] > 1
+            assert b.algorithm.several[0].scoring["BUNDLES"] > 1
         b.prefill(1, torch.randn(length, kv_heads, 16, generator=b.case.generator(1)))
         assert_best(b, b.case.queries(1), 1)
 

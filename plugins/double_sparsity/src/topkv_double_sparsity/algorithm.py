@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
+from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.ops.topk import topk
 from topkv.types import LayerView, Selection
-from topkv_authoring.selectors import host_ids
+from topkv_authoring.selectors import closed_units, host_ids
 from topkv_authoring.sticky import prefer_resident
 from topkv_double_sparsity import reference, statistics
 from topkv_double_sparsity.parameters import settings_of
+
+MOST_HEADS = 128
+"""Most query heads of a kv-head in all queries of a row, which are columns of one product."""
 
 
 class DoubleSparsity:
@@ -41,6 +45,14 @@ class DoubleSparsity:
         self.model, self.group = setup.model, setup.group
         self.settings = settings_of(setup.model, setup.group, setup.params)
         self.fixed = self._fixed(setup.device)
+        self.max_queries = setup.max_queries
+        heads = self.model.group_size * self.max_queries
+        if self.max_queries > 1 and heads > MOST_HEADS:
+            reason = (
+                f"a kv-head may have at most {MOST_HEADS} query heads, of all queries of a row, "
+                f"got {heads}; lower max_queries"
+            )
+            raise ConfigError("double_sparsity", [reason])
 
     def _fixed(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Channels, int32 ``[layers of the group, Hkv, r]``, and their ranges, fp32 with a last
@@ -114,10 +126,11 @@ class DoubleSparsity:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        k = k[:, 0]
-        step = layer.step
-        rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
-        self._write(layer, step.slots[rows].long(), step.lengths[rows].long() - 1, k[rows])
+        step, nth = layer.step, torch.arange(k.shape[1], device=k.device)
+        tokens = (step.lengths - step.appended).long()[:, None] + nth
+        new = (step.slots >= 0)[:, None] & (tokens >= 0) & (nth < step.appended[:, None])
+        slots = step.slots.long()[:, None].expand_as(tokens)
+        self._write(layer, slots[new], tokens[new], k[new])
 
     @hookimpl
     def retrieve_topk(
@@ -128,9 +141,19 @@ class DoubleSparsity:
         return out
 
     def _queries(self, q: Tensor) -> Tensor:
-        """Queries ``[B, H, D]`` of ``[B, 1, H, D]``."""
-        if q.shape[1] != 1:
-            raise ValueError(f"double_sparsity: expected one query per row, got q {list(q.shape)}")
+        """Queries ``[B, Q * H, D]`` of ``[B, Q, H, D]``: those of a kv-head are adjacent, and of
+        them those of a query."""
+        if q.shape[1] > self.max_queries:
+            raise ValueError(
+                f"double_sparsity: expected at most {self.max_queries} queries a row, got q "
+                f"{list(q.shape)}"
+            )
+        if q.shape[1] > 1:
+            q = (
+                q.unflatten(2, (self.group.num_kv_heads, -1))
+                .transpose(1, 2)
+                .flatten(1, 3)[:, None]
+            )
         return q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
 
     def _write(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
@@ -144,10 +167,12 @@ class DoubleSparsity:
             layer.pools["labels"][at] = label
 
     def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores ``[N, U]`` of queries ``[B, H, D]``, and selectable tokens ``[N]``."""
+        """Scores ``[N, U]`` of queries ``[B, Q * H, D]``, and selectable tokens ``[N]``."""
         logits, closed = self._logits(layer, q)
-        lane_heads = self.group.lane_heads
-        scores = reference.lane_scores(logits, closed, lane_heads, self.settings.sinks)
+        lane_heads, kv_heads = self.group.lane_heads, self.group.num_kv_heads
+        nth = torch.arange(q.shape[1], device=q.device) % (q.shape[1] // kv_heads)
+        real = nth // self.model.group_size < layer.step.appended.clamp(min=1)[:, None]
+        scores = reference.lane_scores(logits, closed, lane_heads, self.settings.sinks, real)
         closed = closed.repeat_interleave(lane_heads)
         prefer_resident(layer, scores, closed, self.settings.sticky, impl="reference")
         return scores, closed
@@ -155,7 +180,7 @@ class DoubleSparsity:
     def _logits(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         """Scaled logits of the query heads, fp32 ``[B, H, U]``; selectable tokens ``[B]``."""
         step, group, settings = layer.step, self.group, self.settings
-        closed = (step.lengths - 1).clamp(min=0) * (step.slots >= 0)
+        closed = closed_units(layer)
         tokens = torch.arange(group.max_units, device=q.device).expand(step.batch, -1)
         # Behind the selectable tokens stands no page: read page 0, and mask it below.
         tokens = torch.where(tokens < closed[:, None], tokens, 0)

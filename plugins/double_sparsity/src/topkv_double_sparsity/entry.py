@@ -45,6 +45,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 scopes=("kv_head", "shared"),
                 dtypes=FLOATS,
                 attention=("gqa", "mla"),
+                queries=8,
                 # Promised for the default parameters. Not scale_free: a mean of softmaxes. Not
                 # exact_update: without a calibration file the first chunk chooses the channels.
                 traits=("attends", "head_equivariant", *RANKED),

@@ -14,7 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv_double_sparsity.products import by_head, column, exp2, log2, products, stored_query
+from topkv_double_sparsity.products import (
+    appended_of,
+    by_head,
+    column,
+    exp2,
+    log2,
+    products,
+    stored_query,
+)
 from topkv_double_sparsity.sample_kernels import normalisers, sample_size, stride_of
 
 
@@ -28,6 +36,7 @@ def score_kernel(
     p_meta,
     p_slots,
     p_lengths,
+    p_appended,
     p_pages,
     p_scores,
     p_closed,
@@ -48,6 +57,7 @@ def score_kernel(
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     WORDS: tl.constexpr,
@@ -76,7 +86,8 @@ def score_kernel(
     bundle = program * BUNDLES
     first = program % ROW * HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0)
+    new, held = appended_of(p_appended, row, GROUP, QUERIES)
+    closed = tl.maximum(tl.load(p_lengths + row) - new, 0)
     closed = tl.where(slot < 0, 0, closed)
     nth = tl.arange(0, BLOCK_L)
     lane = program * LANES + nth
@@ -89,7 +100,7 @@ def score_kernel(
     b = tl.arange(0, BLOCK_B)[:, None]
     c = tl.arange(0, BLOCK_C)
     head, g = column(c, BLOCK_H, BLOCK_G)
-    real = ((head < HEADS) & (g < GROUP))[None, :] & (b < BUNDLES)
+    real = ((head < HEADS) & (g < held))[None, :] & (b < BUNDLES)
     totals = tl.load(p_total + (bundle + b) * BLOCK_C + c[None, :], real, other=0.0)
     peaks, logs = totals, totals
     if NORMALISED:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+from attrs import frozen
 from torch import Tensor
 
 from topkv import hookimpl
@@ -69,6 +70,29 @@ def _bundle(kv_heads: int, group: int, size: int, columns: int, row: int) -> int
     return max((n for n in fits if kv_heads % n == 0), default=1)
 
 
+@frozen
+class Sizes:
+    """Constants of the kernels for rows of a number of queries.
+
+    Attributes:
+        bundles: of a row.
+        columns: of the matrix of queries of a bundle, the query heads of all queries of a row.
+        codes: its rows.
+        blocks, score_blocks: programs of a bundle of the kernels that sample and that score.
+        words: labels are read as this, or as they are.
+        sampling, scoring: of these kernels.
+    """
+
+    bundles: int
+    columns: int
+    codes: int
+    blocks: int
+    score_blocks: int
+    words: torch.dtype | None
+    sampling: dict[str, Any]
+    scoring: dict[str, Any]
+
+
 class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
     """Double Sparsity by kernels, with every constant worked out once.
 
@@ -82,67 +106,67 @@ class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
-        model, group, device = self.model, self.group, setup.device
-        self._set_constants(device)
-        self.blocks = self.sample_blocks if self.sampling["SAMPLING"] else 1
-        self.score_blocks = triton.cdiv(
-            max(group.max_units, 1), self.scoring["TILE"] * self.scoring["TILES"]
-        )
+        group, device, most = self.group, setup.device, setup.max_queries
+        self.several = [self._sizes_of(device, queries + 1) for queries in range(most)]
+        # In logarithms of base 2, as all scores are.
+        self.scale = self.model.scale * math.log2(math.e)
+        self.bonus = self.settings.sticky * math.log2(math.e)
         floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        bundles = group.max_requests * (model.num_kv_heads // self.bundle)
-        self.query = torch.empty(
-            (bundles, self.labels["PARTS"], self.labels["BLOCK_K"], self.columns),
-            dtype=model.dtype,
-            device=device,
-        )
-        self.total = torch.empty((bundles, self.columns), **floats)
-        sampled = (bundles, self.blocks, self.columns)
-        self.peak, self.mass = torch.empty(sampled, **floats), torch.empty(sampled, **floats)
+        rows = group.max_requests
+        columns = rows * max(each.columns * each.bundles for each in self.several)
+        matrices = max(each.columns * each.bundles * each.codes for each in self.several)
+        sampled = max(each.columns * each.bundles * each.blocks for each in self.several)
+        self.query = torch.empty(rows * matrices, dtype=self.model.dtype, device=device)
+        self.total = torch.empty(columns, **floats)
+        self.peak, self.mass = torch.empty((2, rows * sampled), **floats)
         self.scores = torch.empty((group.max_lanes, -(-group.max_units // 16) * 16), **floats)
         self.closed = torch.zeros(group.max_lanes, dtype=torch.int32, device=device)
         self.work = setup.topk(group.max_lanes, group.max_units, group.select)
 
-    def _set_constants(self, device: torch.device) -> None:
+    @property
+    def words(self) -> torch.dtype | None:
+        """Labels are read as this, or as they are."""
+        return self.several[0].words
+
+    def _sizes_of(self, device: torch.device, queries: int) -> Sizes:
         model, settings = self.model, self.settings
+        group = model.group_size * queries
         width = (settings.channels + 1) // 2 if settings.int4 else settings.channels
         item = 1 if settings.int4 else model.dtype.itemsize
-        shape = {
-            "KV_HEADS": model.num_kv_heads,
-            "PAGE": self.group.page_tokens,
-        }
         shared = self.group.lane_heads != model.num_kv_heads
         columns, row = BUNDLES[settings.int4, shared]
         if settings.int4 and model.dtype is torch.float32:
             row //= 4
-        self.bundle = _bundle(model.num_kv_heads, model.group_size, width * item, columns, row)
-        block_g = _power(model.group_size)
-        block_h = max(_power(self.bundle), COLUMNS // block_g)
-        self.columns = block_h * block_g
+        bundle = _bundle(model.num_kv_heads, group, width * item, columns, row)
+        block_g = _power(group)
+        block_h = max(_power(bundle), COLUMNS // block_g)
         # Two bytes at once where two bfloat16 codes can be made by one instruction.
         packed = device.type == "cuda" and model.dtype is torch.bfloat16 and width % 2 == 0
-        self.words = torch.int16 if settings.int4 and packed else None
-        words = width // 2 if self.words else width
-        self.labels = shape | {
-            "GROUP": model.group_size,
-            "HEADS": self.bundle,
+        packed = packed and settings.int4
+        words = width // 2 if packed else width
+        labels = {
+            "KV_HEADS": model.num_kv_heads,
+            "PAGE": self.group.page_tokens,
+            "QUERIES": queries,
+            "GROUP": group,
+            "HEADS": bundle,
             "WORDS": words,
-            "PARTS": (4 if self.words else 2) if settings.int4 else 1,
-            "BLOCK_K": max(16, _power(self.bundle * words)),
+            "PARTS": (4 if packed else 2) if settings.int4 else 1,
+            "BLOCK_K": max(16, _power(bundle * words)),
             "BLOCK_H": block_h,
             "BLOCK_G": block_g,
             "FAST": device.type == "cuda",
             "FP32": model.dtype is torch.float32 or device.type == "cpu",
-        }
-        self._set_sampling(shared)
-
-    def _set_sampling(self, shared: bool) -> None:
-        model, settings = self.model, self.settings
-        normalised = self.group.lane_heads < model.num_heads
-        both = self.labels | {
             "SAMPLE": reference.SAMPLE,
             "DOUBLINGS": reference.doublings(self.group.max_units),
         }
-        self.sampling = both | {
+        return self._kernels(labels, shared, torch.int16 if packed else None)
+
+    def _kernels(self, labels: dict[str, Any], shared: bool, words: torch.dtype | None) -> Sizes:
+        model, settings = self.model, self.settings
+        columns, bundles = labels["BLOCK_H"] * labels["BLOCK_G"], 1
+        normalised = self.group.lane_heads < model.num_heads * labels["QUERIES"]
+        sampling = labels | {
             "R": settings.channels,
             "SAMPLING": normalised,
             "TILE": SAMPLE_TILE,
@@ -151,24 +175,25 @@ class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
             "num_warps": SAMPLE_WARPS,
         }
         tile, tiles, stages, warps = SCORING[settings.int4, shared]
-        bundles = model.num_kv_heads // self.bundle if shared else 1
-        most = max(1, min(self.group.max_units, reference.SAMPLE))
-        self.sample_blocks = triton.cdiv(most, SPAN)
-        self.scoring = both | {
+        every = model.num_kv_heads // labels["HEADS"]
+        bundles = every if shared else 1
+        units = max(self.group.max_units, 1)
+        blocks = triton.cdiv(min(units, reference.SAMPLE), SPAN)
+        scoring = labels | {
             "BUNDLES": bundles,
             "PER_HEAD": not shared,
             "BLOCK_B": _power(bundles),
-            "BLOCK_P": _power(self.sample_blocks),
+            "BLOCK_P": _power(blocks),
             "SPAN": SPAN,
             "NORMALISED": normalised,
             "TILE": tile,
             "TILES": tiles,
             "STAGES": stages,
-            "num_warps": warps if self.columns <= 64 else 4,
+            "num_warps": warps if columns <= 64 else 4,
         }
-        # In logarithms of base 2, as all scores are.
-        self.scale = model.scale * math.log2(math.e)
-        self.bonus = settings.sticky * math.log2(math.e)
+        codes = labels["PARTS"] * labels["BLOCK_K"]
+        counts = (blocks if normalised else 1, triton.cdiv(units, tile * tiles))
+        return Sizes(every, columns, codes, *counts, words, sampling, scoring)
 
     def readable(self, layer: LayerView) -> tuple[Tensor, Tensor]:
         """Labels and meta as the scoring kernels take them."""
@@ -177,22 +202,23 @@ class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
         return labels.view(self.words) if self.words else labels, meta
 
     def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores ``[N, U]`` of the lanes of queries ``[B, H, D]``, and tokens of lanes ``[N]``."""
+        """Scores ``[N, U]`` of the lanes of queries ``[B, Q * H, D]``, and tokens of lanes."""
         group, step, (channels, ranges) = self.group, layer.step, self._looked_at(layer)
-        where = (*self.readable(layer), step.slots, step.lengths, step.page_table)
+        each = self.several[q.shape[1] // self.model.num_heads - 1]
+        where = (*self.readable(layer), step.slots, step.lengths, step.appended, step.page_table)
         work = (self.query, self.total, self.peak, self.mass)
-        sizes = (step.page_table.stride(0), self.blocks, self.scale)
-        bundles = step.batch * (group.num_kv_heads // self.bundle)
-        sample_kernels.sample_kernel[(bundles, self.blocks)](
+        sizes = (step.page_table.stride(0), each.blocks, self.scale)
+        bundles = step.batch * each.bundles
+        sample_kernels.sample_kernel[(bundles, each.blocks)](
             *(q, channels, ranges, *work, *where, *sizes),
             *(q.stride(0), q.stride(1), channels.stride(0), ranges.stride(0)),
-            **self.sampling,
+            **each.sampling,
         )
         lanes = step.batch * group.lane_heads
-        kernels.score_kernel[(bundles // self.scoring["BUNDLES"], self.score_blocks)](
+        kernels.score_kernel[(bundles // each.scoring["BUNDLES"], each.score_blocks)](
             *(*work, *where, self.scores, self.closed, *sizes),
             *(self.scores.stride(0), self.settings.sinks),
-            **self.scoring,
+            **each.scoring,
         )
         scores, closed = self.scores[:lanes, : group.max_units], self.closed[:lanes]
         prefer_resident(layer, scores, closed, self.bonus, impl="triton")

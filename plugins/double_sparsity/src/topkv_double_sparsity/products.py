@@ -62,11 +62,21 @@ def by_head(x, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
+def appended_of(p_appended, row, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+    """New tokens of a row, 1 or more, and query heads of a kv-head that are no padding."""
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+        return new, new * (GROUP // QUERIES)
+    return 1, GROUP
+
+
+@triton.jit
 def _gather(
     p_q,
     p_channels,
     p_ranges,
     s_q_head,
+    held,
     PART: tl.constexpr,
     R: tl.constexpr,
     WORDS: tl.constexpr,
@@ -81,7 +91,7 @@ def _gather(
 
     Row ``head * WORDS + word`` stands for the channel of code ``PART`` of a word of the label:
     codes are the low and the high half of one byte or, of four, of two. A query is multiplied by
-    the power of two that divides the coded channel.
+    the power of two that divides the coded channel. Of a kv-head the first ``held`` are there.
     """
     BYTES: tl.constexpr = max(PARTS // 2, 1)
     k, c = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_H * BLOCK_G)
@@ -91,7 +101,7 @@ def _gather(
     channel = tl.load(p_channels + head * R + j, in_k, other=0)
     of_head, g = column(c, BLOCK_H, BLOCK_G)
     mine = (head[:, None] == of_head[None, :]) & in_k[:, None]
-    mine &= (g < GROUP)[None, :]
+    mine &= (g < held)[None, :]
     query = (of_head * GROUP + g).to(tl.int64)
     q = tl.load(p_q + query[None, :] * s_q_head + channel[:, None], mine, other=0.0)
     if PARTS > 1:
@@ -108,6 +118,7 @@ def prepare_query(
     p_query,
     p_total,
     s_q_head,
+    held,
     bundle,
     block,
     scale,
@@ -134,7 +145,7 @@ def prepare_query(
     queries = ()
     for part in tl.static_range(PARTS):
         query = _gather(
-            *(p_q, p_channels, p_ranges, s_q_head, part),
+            *(p_q, p_channels, p_ranges, s_q_head, held, part),
             *(R, WORDS, HEADS, GROUP, BLOCK_K, BLOCK_H, BLOCK_G, PARTS),
         )
         total += tl.sum(query.to(tl.float32), 0) * scale

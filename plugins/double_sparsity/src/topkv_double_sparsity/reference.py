@@ -139,7 +139,9 @@ def doublings(width: int) -> int:
     return max(0, (-(-width // SAMPLE) - 1).bit_length())
 
 
-def lane_scores(logits: Tensor, closed: Tensor, lane_heads: int, sinks: int) -> Tensor:
+def lane_scores(
+    logits: Tensor, closed: Tensor, lane_heads: int, sinks: int, real: Tensor | None = None
+) -> Tensor:
     """Scores of tokens over the query heads of each lane, fp32 ``[n * lane_heads, U]``.
 
     ``log(sum over the heads g of exp(logit_g - lse_g))``, with ``lse_g`` the log-sum-exp of the
@@ -152,6 +154,7 @@ def lane_scores(logits: Tensor, closed: Tensor, lane_heads: int, sinks: int) -> 
         closed: ``[n]`` selectable tokens.
         lane_heads: lanes of a row.
         sinks: first tokens, which get +inf.
+        real: bool ``[n, H]``, False for heads of queries that are padding; None for no such.
     """
     token = torch.arange(logits.shape[-1], device=logits.device)
     if logits.shape[1] == lane_heads:
@@ -161,5 +164,7 @@ def lane_scores(logits: Tensor, closed: Tensor, lane_heads: int, sinks: int) -> 
         # The maximum first: near it the difference of two logits is exact.
         peak = seen.amax(-1, keepdim=True)
         logits = logits - peak - (seen - peak).exp().sum(-1, keepdim=True).log()
+        if real is not None:
+            logits = logits.masked_fill(~real[..., None], float("-inf"))
         scores = logits.unflatten(1, (lane_heads, -1)).logsumexp(2).flatten(0, 1)
     return scores.masked_fill(token < sinks, float("inf"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv_double_sparsity.products import exp2, prepare_query, products
+from topkv_double_sparsity.products import appended_of, exp2, prepare_query, products
 
 
 @triton.jit
@@ -39,6 +39,7 @@ def sample_kernel(
     p_meta,
     p_slots,
     p_lengths,
+    p_appended,
     p_pages,
     max_pages,
     blocks,
@@ -54,6 +55,7 @@ def sample_kernel(
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     R: tl.constexpr,
@@ -76,7 +78,8 @@ def sample_kernel(
     row = bundle // (KV_HEADS // HEADS)
     first = bundle % (KV_HEADS // HEADS) * HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0)
+    new, held = appended_of(p_appended, row, GROUP, QUERIES)
+    closed = tl.maximum(tl.load(p_lengths + row) - new, 0)
     stride = stride_of(closed, SAMPLE, DOUBLINGS)
     size = sample_size(closed, stride)
     start = block * (TILES * TILE)
@@ -86,7 +89,7 @@ def sample_kernel(
     p_channels += slot * s_channels + first * R
     p_ranges += slot * s_ranges + first * (2 * R)
     queries, total = prepare_query(
-        *(p_q, p_channels, p_ranges, p_query, p_total, s_q_head, bundle, block, scale),
+        *(p_q, p_channels, p_ranges, p_query, p_total, s_q_head, held, bundle, block, scale),
         *(R, WORDS, HEADS, GROUP, BLOCK_K, BLOCK_H, BLOCK_G, PARTS, FP32),
     )
     if not SAMPLING:
