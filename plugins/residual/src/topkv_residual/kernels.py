@@ -175,14 +175,14 @@ def add_kernel(
     for share in range(used):
         at = first + share
         above = tl.load(p_peak + at)
-        new = tl.maximum(peak, above)
-        floor = tl.where(new == float("-inf"), 0.0, new)
+        highest = tl.maximum(peak, above)
+        floor = tl.where(highest == float("-inf"), 0.0, highest)
         kept, weight = tl.exp(peak - floor), tl.exp(above - floor)
         part = tl.load(p_mass + at) * weight
         mass = mass * kept + part
         added = tl.maximum(added, tl.load(p_mass + at))
         total = total * kept + tl.load(p_sum + at * D + d, in_d, other=0.0) * weight
-        peak = new
+        peak = highest
     if added > 0:  # a share in which all was attended has the mass 0
         tl.store(p_row, (total / mass).to(p_out.dtype.element_ty), in_d)
         tl.store(p_lse + pair, peak + tl.log(mass))

@@ -85,7 +85,8 @@ class StageSubject(Subject):
     def make(self, setup: Any, impl: str | None = None) -> Any:
         """Make ``Staged`` for an ``AlgorithmSetup``: candidates of ``Offered``, and the stage."""
         stages = Stages(setup.group, setup.device)
-        own = StageSetup(setup.model, setup.group, setup.params, setup.device)
+        sizes = setup.device, setup.max_queries
+        own = StageSetup(setup.model, setup.group, setup.params, *sizes)
         stages.put_first(super().make(own, impl), 0)
         offered: Any = Offered(stages.group)
         return stages.behind(offered)
