@@ -116,12 +116,14 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._failed: dict[Any, torch.cuda.CUDAGraph] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, body: Callable[[], Any]) -> Callable[[], Any]:
         """See ``Recorder``."""
         # The memory goes with the last graph that used it, and must not be named after that.
-        pool = next((graph.pool() for graph in self._graphs), None)
+        pools = (graph.pool() for graph in self._graphs)
+        pool = next((each for each in pools if each not in self._failed), None)
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         # Torch would take one stream for all models, on the device that was current at first.
         self._stream = self._stream or torch.cuda.Stream()
@@ -133,6 +135,8 @@ class CudaRecorder:
             with torch.cuda.stream(before), record:
                 body()
         except BaseException:
+            # Pinned memory stays recorded to that pool, by a filter that points to the graph.
+            self._failed[pool] = graph
             with suppress(RuntimeError):  # and, before torch 2.13, the allocator recording
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             raise
