@@ -76,6 +76,7 @@ NAMED = {
     "tools/evaluation/src/topkv_evaluation/tasks/splits.py",  # makes it
     "tools/evaluation/scripts/grid.py",  # reports
     "benchmarks/long_text.py",  # reports
+    "benchmarks/drafts.py",  # reports
 }
 
 
