@@ -38,10 +38,22 @@ class KeepsAStaleMap(ReferenceTransfer):
         self.store.unit_slot[:, self.store.lanes_of(slot), 3] = kept
 
 
-def test_fuzz_finds_a_stale_map_and_names_the_seed(monkeypatch, capsys, tmp_path):
+class OffloadsOneUnit(ReferenceTransfer):
+    """The last alone of several units that a row fills in a step goes to the host."""
+
+    @hookimpl
+    def offload(self):
+        appended = self.step.appended
+        self.step.appended = appended.clamp(max=1)
+        super().offload()
+        self.step.appended = appended
+
+
+@pytest.mark.parametrize("broken", [KeepsAStaleMap, OffloadsOneUnit])
+def test_fuzz_finds_a_bug_and_names_the_seed(monkeypatch, capsys, tmp_path, broken):
     class Plugins:
         def create(self, kind, name, setup, impl):
-            return KeepsAStaleMap(setup)
+            return broken(setup)
 
     monkeypatch.setattr(fuzz, "registry", Plugins)
     log = tmp_path / "log"

@@ -2,8 +2,10 @@
 
 ``python -m topkv_testing.fuzz --steps 1000000 --impl triton --device cuda``. One step is one
 lane's plan and load. Lanes of all lengths, resident or not, with sliding, jumping and wild
-selections, among padded rows; requests end, slots are reused. Each plan, the order and the maps
-must be the model's; loaded slots must have the bytes of the host.
+selections, among padded rows; requests end, slots are reused. In some calls rows append as many
+tokens as the ring takes, up to 8, and any number of them is rejected. Each plan, the order and
+the maps must be the model's; loaded slots must have the bytes of the host, and the host those of
+the tokens.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ class Violation(AssertionError):
 
 
 def groups(requests: int) -> list[GroupShape]:
-    """The groups that take turns: both scopes, K == C, rings of two and three, all units."""
+    """The groups that take turns: both scopes, K == C, rings of two to nine, all units."""
     shapes: list[dict[str, Any]] = [
-        {"select": 8, "slots": 16, "unit": 1, "lane_heads": 4, "units": 96, "ring": 2},
+        {"select": 8, "slots": 16, "unit": 1, "lane_heads": 4, "units": 96, "ring": 5},
         {"select": 6, "slots": 6, "unit": 2, "lane_heads": 3, "units": 40, "ring": 3},
         {"select": 12, "slots": 31, "unit": 4, "lane_heads": 1, "units": 120, "ring": 2},
         {"select": 1, "slots": 3, "unit": 2, "lane_heads": 2, "units": 16, "ring": 2},
-        {"select": 20, "slots": 33, "unit": 1, "lane_heads": 2, "units": 64, "ring": 3},
+        {"select": 20, "slots": 33, "unit": 1, "lane_heads": 2, "units": 64, "ring": 9},
     ]
     return [group_shape(requests=requests, dim=8, layers=2, **shape) for shape in shapes]
 
