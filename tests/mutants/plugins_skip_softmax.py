@@ -13,7 +13,7 @@ from topkv_authoring.page_table import adapt_page_table
 from topkv_skip_softmax.stage import SkipSoftmax
 from topkv_triton_attention.backend import TritonAttention
 from topkv_triton_attention.launch import SkippingDecoder
-from topkv_triton_attention.reference import Attend
+from topkv_triton_attention.reference import Attend, seen_by
 from topkv_triton_attention.skip_reference import SkippingAttend
 
 
@@ -35,13 +35,17 @@ class LooksAhead(SkippingAttend):
 
     def skips(self, q, k, tables):
         lanes = len(tables.table)
-        queries = q.float().mul(self.scale).reshape(lanes, k.shape[1], -1, q.shape[-1])
+        queries = q.float().mul(self.scale).transpose(1, 2)
+        queries = queries.reshape(lanes, k.shape[1], -1, q.shape[-1])
+        seen = tables.lengths[:, None, None]
+        if tables.queries is not None:
+            seen = seen_by(tables, *q.shape[:3], k.shape[1])
         context = tables.attached.clamp(min=1).repeat_interleave(lanes // len(q))
         limit = (self.factor / context).clamp(max=1).log()[:, None, None]
         runs = []
         for split in range(self.splits):
             blocks = range(self._blocks(tables, k.shape[2]))
-            found = [self._logits(queries, k, tables, split, block) for block in blocks]
+            found = [self._logits(queries, k, tables, seen, split, block) for block in blocks]
             peaks = torch.stack([logits.amax(-1) for logits, _ in found], -1)
             live = torch.stack([each.any(-1) for _, each in found], -1)
             below = peaks - peaks.amax(-1, keepdim=True) < limit[..., None]
