@@ -38,7 +38,8 @@ class Selector:
         self.view, self.lanes, self.selects_prompts = view, lanes, selects_prompts
 
     def seen_by(self, lanes: LaneBuffers) -> Selector:
-        """Return this selector for other buffers and step tensors; both keep the same tensors."""
+        """Return a copy that selects by the step tensors of ``lanes`` and into those buffers; what
+        is kept of requests is shared."""
         other = copy(self)
         other.lanes, other.view = lanes, evolve(self.view, step=lanes.step)
         return other

@@ -54,7 +54,7 @@ class Staging:
 
 
 class StepRows:
-    """Step tensors of some queries of the decode rows: of all, or of one each.
+    """Step tensors of all queries of the decode rows, or of one query each.
 
     Args:
         packed: int32 ``[fields, max_batch]`` block of an upload.
@@ -93,8 +93,8 @@ class StepUploader:
 
     Attributes:
         rows: step tensors of all queries of each row.
-        singles: of query 0, 1, .. of each row, in a forward of several: as if it alone were
-            there, with the tokens before it. A row that has no such query is padded.
+        singles: step tensors of query 0, 1, .. of each row, in which that query's token is the
+            row's newest. A row that has no such query is padded.
         staging: what uploads are written to, on the host.
     """
 
