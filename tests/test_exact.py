@@ -113,7 +113,15 @@ STEP = st.lists(
 )
 
 
-@pytest.mark.parametrize(("cell", "on"), supported())
+def cells():
+    """Cells that are supported; of those that are interpreted, those of long units by night."""
+    for each in supported():
+        cell, on = each.values
+        night = [pytest.mark.nightly] if on.name == "interpret" and cell.unit > 16 else []
+        yield pytest.param(cell, on, id=each.id, marks=[*each.marks, *night])
+
+
+@pytest.mark.parametrize(("cell", "on"), [*cells()])
 def test_a_draft_is_decoded_as_its_token_would_be(cell, on):
     @examples(on, cpu=4, interpret=1)
     @given(
