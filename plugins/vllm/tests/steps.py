@@ -48,7 +48,8 @@ class Engine:
     """A session, and steps of it.
 
     Args:
-        pads: rows of padding behind those of requests, in steps that only decode.
+        pads: requests of padding behind the others, in steps that only decode, and of each as many
+            tokens.
         order: puts the names of a step's requests into the order of their rows.
         changes: of settings.
 
@@ -63,8 +64,11 @@ class Engine:
         self.session.allocate(lowered(**changes))
         self.computed, self.rows, self.random = {}, {}, torch.Generator().manual_seed(0)
 
-    def run(self, tokens, finished=()):
-        """Run a step of these tokens of each request; return the outputs of its layers by row."""
+    def run(self, tokens, finished=(), rejected=None):
+        """Run a step of these tokens of each request; return the outputs of its layers by row.
+
+        ``rejected`` drafts of requests are tokens that nobody counts afterwards.
+        """
         new = [name for name in tokens if name not in self.computed]
         old = [name for name in tokens if name in self.computed]
         first = {name: 1 + 4 * int(name) for name in tokens}
@@ -92,7 +96,11 @@ class Engine:
         )
         outputs = self.session.run(step, self.execute)
         for name, count in tokens.items():
-            self.computed[name] = self.computed.get(name, 0) + count
+            kept = count - (rejected or {}).get(name, 0)
+            self.computed[name] = self.computed.get(name, 0) + kept
+            for layer in SHAPE.layers:
+                steps = self.rows[layer, name]
+                steps[-1] = tuple(part[:kept] for part in steps[-1])
         for name in finished:
             self.computed.pop(name, None)
         return outputs
@@ -101,10 +109,11 @@ class Engine:
         tokens = step.num_scheduled_tokens
         self.names = self.order([*tokens])
         self.prompts = self.session.prompts()
-        pads = 0 if self.prompts else self.pads
-        rows = self.session.forward(len(tokens) + pads, sum(tokens.values()) + pads)
-        assert rows == sum(tokens.values()) + pads
-        return self.layers(tokens, self.names, pads)
+        alike = len({*tokens.values()}) == 1 and not self.prompts
+        padded = self.pads * tokens[self.names[0]] if alike else 0
+        rows = self.session.forward(len(tokens) + self.pads, sum(tokens.values()) + padded)
+        assert rows == sum(tokens.values()) + padded
+        return self.layers(tokens, self.names, padded)
 
     def layers(self, tokens, names, pads):
         """Run all layers; rows of padding hold numbers that would be seen anywhere."""
@@ -127,10 +136,10 @@ class Engine:
                 self.rows.setdefault((layer, name), []).append((*rows[name], part))
         return outputs
 
-    def dummy(self, rows):
+    def dummy(self, count, queries=1):
         """Do a dummy run, which leaves its forward open."""
-        assert self.session.forward(rows, rows) == rows
-        self.layers({}, [], rows)
+        assert self.session.forward(count, count * queries) == count * queries
+        self.layers({}, [], count * queries)
 
     def forget_device(self):
         """Drop a forward of all requests: what they have is read from the host again."""

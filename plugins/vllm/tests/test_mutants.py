@@ -8,8 +8,10 @@ from importlib import import_module
 
 import pytest
 
+from plugins.vllm.tests import test_drafts as drafts
 from plugins.vllm.tests import test_padding as tests
 from plugins.vllm.tests import test_settling as settling
+from topkv_vllm import rows
 from topkv_vllm.requests import Requests
 from topkv_vllm.session import Session
 
@@ -38,7 +40,7 @@ def failure_of(test, *arguments):
     return None
 
 
-PADS = "decode += [-1] * (count - row)"
+PADS = "slots + [-1] * pads"
 LAST = "[*(each.slot for each in self.held.values()), *[-1] * count][:count]"
 CLOSES = "            requests.close()"
 BEHIND = (
@@ -46,7 +48,6 @@ BEHIND = (
     + "\n            requests.coordinator.settle([each.slot for each in requests.held.values()])"
 )
 BEFORE = "try:\n            requests.settle()"
-HOLES = "decode += [-1] * (row - len(decode)) + [held.slot]"
 
 MUTANTS = {
     "a dummy run replays the rows of the last step": (
@@ -58,7 +59,7 @@ MUTANTS = {
         *(tests.test_a_dummy_run_changes_nothing,),
     ),
     "a dummy run uploads nothing": (
-        *(Session.forward, "requests.pad(count)", "pass"),
+        *(Session.forward, "requests.pad(count, queries)", "pass"),
         *(tests.test_a_dummy_run_changes_nothing,),
     ),
     "a step finds the forward of a dummy run open": (
@@ -66,27 +67,27 @@ MUTANTS = {
         *(tests.test_a_dummy_run_changes_nothing,),
     ),
     "a dummy run of prompts opens a forward": (
-        *(Session.forward, "tokens != count", "False"),
+        *(Session.forward, "queries not in (1, self.coordinator.config.max_queries)", "False"),
         *(tests.test_dummy_runs_of_prompts_and_before_there_is_a_coordinator_attend_to_nothing,),
     ),
     "padding in front of requests": (
-        *(Requests.forward, PADS, "decode[:0] = [-1] * (count - row)"),
+        *(Requests.forward, PADS, "[-1] * pads + slots"),
         *(tests.test_padded_rows_change_nothing, 1),
     ),
     "padding belongs to the first slot that is free": (
-        *(Requests.forward, PADS, "decode += [self.coordinator.request_begin()] * (count - row)"),
+        *(Requests.forward, PADS, "slots + [self.coordinator.request_begin()] * pads"),
         *(tests.test_padded_rows_change_nothing, 1),
     ),
     "padding belongs to the last request": (
-        *(Requests.forward, PADS, "decode += [held.slot] * (count - row)"),
+        *(Requests.forward, PADS, "slots + slots[-1:] * pads"),
         *(tests.test_padded_rows_change_nothing, 1),
     ),
     "rows of padding are not in the forward": (
-        *(Requests.forward, PADS, "count = row"),
+        *(Requests.forward, PADS, "slots"),
         *(tests.test_padded_rows_change_nothing, 2),
     ),
     "a step with prompts is padded too": (
-        *(Requests.forward, "if not chunks:", "if True:"),
+        *(Requests.forward, "0 if chunks else ", ""),
         *(tests.test_padded_rows_change_nothing, 1),
     ),
     "rows in the order of the scheduler": (
@@ -94,11 +95,7 @@ MUTANTS = {
         *(tests.test_rows_in_any_order, 0),
     ),
     "a chunk is behind all rows that decode": (
-        *(Requests.forward, "(held.slot, tokens, row)", "(held.slot, tokens)"),
-        *(tests.test_rows_in_any_order, 0),
-    ),
-    "no row of padding stands where a chunk is": (
-        *(Requests.forward, HOLES, "decode += [held.slot]"),
+        *(Requests.forward, "place == (n * queries, queries)", "place[1] == queries"),
         *(tests.test_rows_in_any_order, 0),
     ),
     "a chunk is as long as a row": (
@@ -106,7 +103,7 @@ MUTANTS = {
         *(tests.test_rows_in_any_order, 0),
     ),
     "the last token of a prompt decodes": (
-        *(Requests.decodes, " and self.computed[name] >= self.held[name].prefill", ""),
+        *(Requests.decodes, "self.computed[name] >=", "self.tokens[name] == 1 or 0 >="),
         *(tests.test_steps_with_prompts_are_kept_apart_from_those_that_decode,),
     ),
     "the first token behind a prompt does not decode": (
@@ -118,7 +115,7 @@ MUTANTS = {
         *(tests.test_steps_with_prompts_are_kept_apart_from_those_that_decode,),
     ),
     "a step is still there when it has ended": (
-        *(Requests.close, "self.tokens = {}", "pass"),
+        *(Requests.close, "self.tokens, self.order = {}, None", "pass"),
         *(tests.test_a_dummy_run_changes_nothing,),
     ),
     "what was generated before a preemption is no prompt": (
@@ -140,6 +137,26 @@ MUTANTS = {
     "a step with prompts does not offload": (
         *(Requests.close, "not forward.chunks", "True"),
         *(tests.test_units_that_steps_fill_are_on_the_host, 0),
+    ),
+    "a rejected draft stays": (
+        *(Requests._take_back, "if lengths:", "if False:"),
+        *(drafts.test_drafts_are_attended_to_and_taken_back,),
+    ),
+    "drafts of all rows are taken back by the length of the first": (
+        *(Requests._take_back, "[*lengths.values()]", "[min(lengths.values())] * len(lengths)"),
+        *(drafts.test_drafts_are_attended_to_and_taken_back,),
+    ),
+    "rows of fewer drafts have those of the next request behind them": (
+        *(rows.order, "np.minimum(np.arange(queries), tokens - 1)", "np.arange(queries)"),
+        *(drafts.test_drafts_are_attended_to_and_taken_back,),
+    ),
+    "requests of other numbers of drafts are taken for alike": (
+        *(Requests.forward, "(n * queries, queries)", "(n * queries, place[1])"),
+        *(drafts.test_drafts_are_attended_to_and_taken_back,),
+    ),
+    "outputs of drafts stay in topkv's order": (
+        *(Session.attend, "order.given, out", "order.taken[: len(order.given)], out"),
+        *(drafts.test_drafts_are_attended_to_and_taken_back,),
     ),
     "it settles within the step": (
         *(Session.run, "requests.settle()", "pass"),

@@ -104,6 +104,25 @@ def configured(model, **arguments):
     return EngineArgs(**engine_args(settings, **more)).create_engine_config()
 
 
+def test_drafts_that_are_not_looked_up_are_refused(model, version):
+    """Of a model that attends itself, too many, and beside steps that begin before it is known
+    what the one before has rejected."""
+    config = configured(model)
+    config.speculative_config = SimpleNamespace(method="eagle3", num_speculative_tokens=3)
+    config.scheduler_config.async_scheduling = True
+    config.additional_config["topkv"] |= {"max_queries": 2}
+    with pytest.raises(CapabilityError) as caught:
+        check(config, version)
+    reported = "\n".join(caught.value.reasons)
+    assert "method 'eagle3', whose layers want a cache of their own; say one of ngram" in reported
+    assert "beside asynchronous scheduling; say async_scheduling=False" in reported
+    assert "max_queries is one more than num_speculative_tokens of vLLM" in reported
+    config = configured(model)
+    config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=9)
+    with pytest.raises(ConfigError, match="max_queries"):
+        check(config, version)
+
+
 def test_asynchronous_scheduling_is_refused(model, version):
     """vLLM turns it off on a CPU by itself, whatever is asked for."""
     config = configured(model, async_scheduling=True)

@@ -50,6 +50,15 @@ def test_options_are_passed_on_in_their_order():
     }
 
 
+def test_drafts_turn_asynchronous_scheduling_off():
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
+    line = command_line("DIR", {}, ["--speculative-config", drafts])
+    assert json.loads(line[line.index("--speculative-config") + 1]) == json.loads(drafts)
+    assert "--no-async-scheduling" in line
+    line = command_line("DIR", {}, [f"--speculative-config={drafts}", "--async-scheduling"])
+    assert "--async-scheduling" in line
+
+
 def test_what_is_said_twice_is_refused():
     with pytest.raises(ConfigError) as caught:
         command_line("DIR", {"max_requests": 3}, ["--max-num-seqs", "4", "--worker-cls", "x"])

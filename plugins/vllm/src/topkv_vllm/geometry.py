@@ -43,6 +43,12 @@ def _latent_shape_of_config(model: Any, parallel: Any) -> ModelShape:
     )
 
 
+def drafts_of(vllm_config: Any) -> int:
+    """Tokens that vLLM drafts for each request of a step; 0 without speculative decoding."""
+    speculative = vllm_config.speculative_config
+    return int(speculative.num_speculative_tokens) if speculative else 0
+
+
 def lowered_for(vllm_config: Any, settings: SparseConfig, shape: ModelShape) -> LoweredConfig:
     """The complete configuration: the user's, with what vLLM decides.
 
@@ -56,6 +62,7 @@ def lowered_for(vllm_config: Any, settings: SparseConfig, shape: ModelShape) -> 
         page_tokens=vllm_config.cache_config.block_size,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_request_tokens=longest,
+        max_queries=1 + drafts_of(vllm_config),
     )
     return lower(
         settings,

@@ -18,6 +18,9 @@ from topkv_vllm.versions import TESTED, version_reasons
 PLAIN_ROPE = "-rotary_embedding"
 """Value among vLLM's ``custom_ops``: RoPE in PyTorch."""
 
+DRAFTED = ("ngram",)
+"""Methods of speculative decoding that look drafts up, and have no layers."""
+
 REFUSED = "vLLM cannot serve this through topkv"
 
 
@@ -39,6 +42,7 @@ def check(vllm_config: Any, version: str) -> LoweredConfig:
     reasons = version_reasons(version, device, vllm_config.model_config.use_mla)
     reasons += _model_reasons(vllm_config.model_config)
     reasons += _option_reasons(vllm_config) + _latent_reasons(vllm_config)
+    reasons += _draft_reasons(vllm_config)
     settings, wrong = settings_of(vllm_config)
     reasons += wrong
     if reasons:  # lowering wants a model and options that make sense
@@ -70,6 +74,11 @@ def settings_of(vllm_config: Any) -> tuple[SparseConfig, list[str]]:
         for name, argument in OWNED.items()
         if name in stated
     ]
+    if "max_queries" in stated:
+        reasons.append(
+            "max_queries is one more than num_speculative_tokens of vLLM, which decides; leave it "
+            "out of topkv's configuration"
+        )
     return settings, reasons + pages_reasons(stated)
 
 
@@ -98,7 +107,7 @@ def _option_reasons(config: Any) -> list[str]:
         config.parallel_config,
         config.scheduler_config,
     )
-    kv, speculative = config.kv_transfer_config, config.speculative_config
+    kv = config.kv_transfer_config
     backend = getattr(config.attention_config.backend, "name", None)
     named = kv and kv.kv_connector
     device, compiled = config.device_config.device_type, config.compilation_config
@@ -116,7 +125,6 @@ def _option_reasons(config: Any) -> list[str]:
         ),
         "prefix caching beside scheduling by priority, which may take a request out of a step "
         "that was to fill pages": cache.enable_prefix_caching and scheduler.policy == "priority",
-        "speculative decoding": speculative is not None,
         "ranks on several machines": parallel.nnodes > 1,
         "pipeline parallel stages": parallel.pipeline_parallel_size > 1,
         "data parallel ranks": parallel.data_parallel_size > 1,
@@ -148,6 +156,25 @@ def _latent_reasons(config: Any) -> list[str]:
         f"compilation_config={json.dumps({'custom_ops': [PLAIN_ROPE]})}": on_cpu and not plain,
     }
     return [f"not supported: latent attention with {what}" for what in refused if refused[what]]
+
+
+def _draft_reasons(config: Any) -> list[str]:
+    """Reasons against drafts: of a model that attends itself, or whose number is not known."""
+    drafts = config.speculative_config
+    if drafts is None:
+        return []
+    refused = {
+        f"speculative decoding with method {drafts.method!r}, whose layers want a cache of their "
+        f"own; say one of {', '.join(DRAFTED)}": drafts.method not in DRAFTED,
+        "speculative decoding on a GPU, where it was not run yet": (
+            config.device_config.device_type == "cuda"
+        ),
+        # The scheduler does not know yet what was rejected when it begins the next step.
+        "speculative decoding beside asynchronous scheduling; say async_scheduling=False": (
+            config.scheduler_config.async_scheduling
+        ),
+    }
+    return [f"not supported: {what}" for what, is_so in refused.items() if is_so]
 
 
 _DECODE_ONLY = GRAPHS["cudagraph_mode"]

@@ -14,6 +14,7 @@ from attrs import define
 
 from topkv import SparseCoordinator
 from topkv.errors import RequestError
+from topkv_vllm import rows
 
 
 @define
@@ -42,6 +43,7 @@ class Requests:
         tokens: of each request of the step that is open, in the scheduler's order; empty between
             steps.
         computed: tokens of each that earlier steps have computed.
+        order: of the rows of the open forward; None where it is vLLM's.
     """
 
     def __init__(self, coordinator: SparseCoordinator) -> None:
@@ -50,6 +52,7 @@ class Requests:
         self.prompts: dict[str, int] = {}
         self.tokens: dict[str, int] = {}
         self.computed: dict[str, int] = {}
+        self.order: rows.Order | None = None
 
     def schedule(self, step: Any) -> None:
         """Begin a step: end, begin and extend requests as the scheduler has decided.
@@ -84,11 +87,24 @@ class Requests:
             else:
                 self.coordinator.request_add_pages(self.held[name].slot, pages)
                 self.computed[name] = computed
+        self._take_back()
         self.tokens = step.num_scheduled_tokens
 
+    def _take_back(self) -> None:
+        """Take back the drafts that were rejected since: tokens that vLLM counts no more."""
+        lengths = {self.held[name].slot: count for name, count in self.computed.items()}
+        lengths = {
+            slot: count
+            for slot, count in lengths.items()
+            if 0 < self.coordinator.length(slot) - count < self.coordinator.config.max_queries
+        }
+        if lengths:
+            self.coordinator.rollback([*lengths], [*lengths.values()])
+
     def decodes(self, name: str) -> bool:
-        """Return True if a request of the open step has one row, behind its prompt."""
-        return self.tokens[name] == 1 and self.computed[name] >= self.held[name].prefill
+        """Return True if the tokens of a request in the open step are behind its prompt: one, and
+        those that were drafted."""
+        return self.computed[name] >= self.held[name].prefill
 
     def settle(self) -> None:
         """Settle, where it is due, requests that decode in the open step, before its forward."""
@@ -99,56 +115,69 @@ class Requests:
         """Return True if rows of the open step belong to prompts."""
         return not all(self.decodes(name) for name in self.tokens)
 
-    def pad(self, count: int) -> None:
-        """Open a forward of rows that belong to no request, and drop the one before."""
+    def pad(self, count: int, queries: int) -> None:
+        """Open a forward of requests that are none, and drop the one before."""
+        self.order = None
         self.coordinator.forward_abort()
-        self.coordinator.forward_begin([-1] * count)
+        self.coordinator.forward_begin([-1] * count, queries=queries)
 
     def forward(self, names: Sequence[str], count: int) -> int:
         """Open the coordinator's forward.
 
         Args:
             names: the requests in the order of their rows.
-            count: rows of a step that only decodes, with those that pad it.
+            count: requests of a step that only decodes, with those that pad it.
 
         Returns:
-            Rows of the forward.
+            Rows of the forward, in vLLM's order.
 
         Raises:
             RequestError: the runner and the scheduler do not agree about a request.
         """
-        decode: list[int] = []
-        chunks: list[tuple[int, int, int]] = []
+        decoded: list[tuple[int, int]] = []
+        prompts: list[tuple[int, int]] = []
+        slots: list[int] = []
+        chunks: list[tuple[int, int]] = []
         row = 0
         for name in names:
-            held, tokens = self.held[name], self.tokens[name]
-            length = self.coordinator.length(held.slot)
-            if length != self.computed[name]:
-                raise RequestError(
-                    f"request {name} has {length} tokens in topkv and {self.computed[name]} by "
-                    "vLLM's scheduler; this is a bug of topkv-vllm, please report it"
-                )
+            self._check(name)
+            slot, tokens = self.held[name].slot, self.tokens[name]
             if self.decodes(name):
-                decode += [-1] * (row - len(decode)) + [held.slot]
+                decoded.append((row, tokens))
+                slots.append(slot)
             else:
-                chunks.append((held.slot, tokens, row))
+                prompts.append((row, tokens))
+                chunks.append((slot, tokens))
             row += tokens
-        if not chunks:
-            decode += [-1] * (count - row)
-            row = count
-        self.coordinator.forward_begin(decode, chunks)
+        append = [tokens for _, tokens in decoded]
+        queries, self.order = max(append, default=1), None
+        if all(place == (n * queries, queries) for n, place in enumerate(decoded)):
+            pads = 0 if chunks else count - len(names)
+            self.coordinator.forward_begin(slots + [-1] * pads, chunks, queries=queries)
+            return row + pads * queries
+        self.coordinator.forward_begin(slots, chunks, append, queries)
+        self.order = rows.order(decoded, prompts, queries, self.coordinator.config.device)
         return row
+
+    def _check(self, name: str) -> None:
+        """Raise RequestError if topkv does not have the tokens that vLLM counts."""
+        length, computed = self.coordinator.length(self.held[name].slot), self.computed[name]
+        if length != computed:
+            raise RequestError(
+                f"request {name} has {length} tokens in topkv and {computed} by vLLM's "
+                "scheduler; this is a bug of topkv-vllm, please report it"
+            )
 
     def close(self) -> None:
         """End a step: count its tokens."""
-        self.tokens = {}
+        self.tokens, self.order = {}, None
         forward = self.coordinator.forward
         if forward is not None:
             self.coordinator.forward_end(offloaded=not forward.chunks)
 
     def abort(self) -> None:
         """Drop a step after an exception: its tokens are not appended."""
-        self.tokens = {}
+        self.tokens, self.order = {}, None
         self.coordinator.forward_abort()
 
     def _begin(self, name: str, pages: Sequence[int], computed: int, prefill: int) -> None:

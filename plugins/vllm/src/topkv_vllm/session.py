@@ -86,8 +86,9 @@ class Session:
     def forward(self, count: int, tokens: int) -> int:
         """Open the forward of a step, and give its rows; 0 of those that attend to nothing.
 
-        Outside of a step, in dummy runs and where a graph is recorded, one token a request is
-        padding: its forward is opened too, so that a replay finds no rows of an earlier step.
+        Outside of a step, in dummy runs and where a graph is recorded, as many tokens of each
+        request as a step can verify are padding: their forward is opened too, so that a replay
+        finds no rows of an earlier step.
 
         Args:
             count: requests whose rows are there, those of padding included.
@@ -98,10 +99,11 @@ class Session:
             return 0
         if requests.tokens:
             return requests.forward(self.row_names()[:count], count)
-        if tokens != count:
+        queries = tokens // count
+        if tokens % count or queries not in (1, self.coordinator.config.max_queries):
             return 0
-        requests.pad(count)
-        return count
+        requests.pad(count, queries)
+        return tokens
 
     def attend(
         self,
@@ -117,8 +119,14 @@ class Session:
         The last layer of a step that only decodes offloads, for a graph of the step holds nothing
         behind its layers.
         """
-        coordinator = self.coordinator
-        out = coordinator.attention(layer, q, k, v, index, out)
+        coordinator, order = self.coordinator, self.requests and self.requests.order
+        if order is None:
+            out = coordinator.attention(layer, q, k, v, index, out)
+        else:
+            q, k, v = (each.index_select(0, order.taken) for each in (q, k, v))
+            index = index and index.rows(order.taken)
+            found = coordinator.attention(layer, q, k, v, index)
+            out = torch.index_select(found, 0, order.given, out=out)
         forward = coordinator.forward
         if layer == coordinator.model.layers[-1] and forward is not None and not forward.chunks:
             coordinator.offload()

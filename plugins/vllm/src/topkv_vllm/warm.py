@@ -32,26 +32,31 @@ def warm_up(coordinator: SparseCoordinator) -> None:
         slot = coordinator.request_begin(pages, found)
         try:
             for tokens in CHUNKS:
-                tokens = min(tokens or page, most - coordinator.length(slot) - 1)
+                tokens = min(tokens or page, most - coordinator.length(slot) - config.max_queries)
                 if tokens > 0:
                     _forward(coordinator, [], [(slot, tokens)])
             coordinator.settle([slot])
-            _forward(coordinator, [slot], [])
+            for queries in {1, config.max_queries}:
+                if coordinator.length(slot) + queries <= most:
+                    _forward(coordinator, [slot], [], queries)
         finally:
             coordinator.forward_abort()
             coordinator.request_end(slot)
 
 
 def _forward(
-    coordinator: SparseCoordinator, decode: list[int], chunks: list[tuple[int, int]]
+    coordinator: SparseCoordinator,
+    decode: list[int],
+    chunks: list[tuple[int, int]],
+    queries: int = 1,
 ) -> None:
     model, device = coordinator.model, coordinator.config.device
-    rows = len(decode) + sum(tokens for _, tokens in chunks)
+    rows = len(decode) * queries + sum(tokens for _, tokens in chunks)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=model.dtype, device=device)
 
-    coordinator.forward_begin(decode, chunks)
+    coordinator.forward_begin(decode, chunks, queries=queries)
     for layer in model.layers:
         q = random(rows, model.num_heads, model.head_dim)
         k, v = (random(rows, model.num_kv_heads, model.head_dim) for _ in range(2))

@@ -1,0 +1,169 @@
+"""Steps that verify drafts: vLLM looks them up in what a request has (``ngram``). Tokens are those
+of stock vLLM without drafts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins.vllm.tests.steps import CHUNK, COVERED, LONGEST, Engine
+from topkv_testing.integrity import check_integrity
+from topkv_vllm import engine_args
+
+QUERIES = 4
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": QUERIES - 1,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
+SEVERAL = {"speculative_config": NGRAM, "async_scheduling": False}
+
+
+def live(draw):
+    """Requests come with prompts of some parts, and decode with drafts, some of which are taken
+    back; between steps dummy runs come, and rows stand in another order in each."""
+
+    def shuffled(names):
+        draw.shuffle(names)
+        return names
+
+    verification = draw.choice(["joint", "exact"])
+    engine = Engine(
+        pads=draw.randrange(2),
+        order=shuffled,
+        max_queries=QUERIES,
+        verification=verification,
+        **COVERED,
+    )
+    names, seen = ["0", "1", "2"], set()
+    for number in range(24):
+        tokens, rejected = {}, {}
+        drafts = draw.choice([None, 1, QUERIES])  # of every request, or of each another number
+        for name in names[: 1 + number // 3]:
+            computed = engine.computed.get(name, 0)
+            if computed < CHUNK:
+                tokens[name] = min(draw.choice([1, QUERIES, CHUNK // 3]), CHUNK - computed)
+            else:
+                tokens[name] = min(drafts or draw.randint(1, QUERIES), LONGEST - computed)
+                rejected[name] = draw.randrange(max(tokens[name], 1))
+        tokens = {name: count for name, count in tokens.items() if count}
+        if not tokens:
+            break
+        if draw.random() < 0.2:
+            engine.dummy(draw.randint(1, 4), draw.choice([1, QUERIES]))
+        engine.run(tokens, rejected=rejected)
+        seen |= {tokens[name] for name in rejected if name in tokens}
+        check_integrity(engine.session.coordinator)
+    assert engine.error() < 1e-5
+    return seen
+
+
+def test_drafts_are_attended_to_and_taken_back():
+    seen = [live(random.Random(seed)) for seed in range(4)]
+    assert {*range(1, QUERIES + 1)} <= set().union(*seen)
+
+
+def test_any_drafts_are_attended_to_and_taken_back():
+    @settings(max_examples=20, deadline=None)
+    @given(st.randoms(use_true_random=False))
+    def run(draw):
+        live(draw)
+
+    run()
+
+
+def repeating(prompt, tokens, seed, period):
+    """A prompt whose parts come again."""
+    part = prompt(period, seed)
+    return (part * tokens)[:tokens]
+
+
+def count_drafts(engine, monkeypatch):
+    """Return a dict that gets how many steps verify several tokens, and the tokens taken back."""
+    coordinator, counts = engine.session.coordinator, {"steps": 0, "drafts": 0, "rejected": 0}
+    begin, rollback = coordinator.forward_begin, coordinator.rollback
+
+    def forward_begin(decode=(), prefill=(), append=None, queries=1):
+        if queries > 1 and any(slot >= 0 for slot in decode):
+            counts["steps"] += 1
+            counts["drafts"] += sum(append or [queries] * len(decode)) - len(decode)
+        begin(decode, prefill, append, queries)
+
+    def take_back(slots, lengths):
+        counts["rejected"] += sum(map(coordinator.length, slots)) - sum(lengths)
+        rollback(slots, lengths)
+
+    monkeypatch.setattr(coordinator, "forward_begin", forward_begin)
+    monkeypatch.setattr(coordinator, "rollback", take_back)
+    return counts
+
+
+PROMPTS = [(40, 7), (CHUNK + 30, 11), (9, 3), (2 * CHUNK, 40), (1, 1), (120, 2)]
+
+
+@pytest.mark.parametrize("verification", ["joint", "exact"])
+def test_tokens_are_those_of_stock_vllm(verification, served, stock, prompt, monkeypatch):
+    """Prompts come in parts beside rows that verify drafts."""
+    prompts = [repeating(prompt, n, seed, period) for seed, (n, period) in enumerate(PROMPTS)]
+    engine = served({"verification": verification}, **SEVERAL)
+    counts = count_drafts(engine, monkeypatch)
+    assert engine.answer(prompts, 60) == stock.answer(prompts, 60)
+    assert 0 < counts["rejected"] < counts["drafts"]
+    assert counts["steps"] > 20
+    engine.check_nothing_is_held()
+
+
+def test_exact_verification_has_the_tokens_without_drafts(served, prompt, monkeypatch):
+    """Selections are far below the context."""
+    prompts = [repeating(prompt, n, seed, period) for seed, (n, period) in enumerate(PROMPTS)]
+    small = {"budget": 64, "unit": 8, "verification": "exact"}
+    engine = served(small, **SEVERAL)
+    counts = count_drafts(engine, monkeypatch)
+    plain = served({"budget": 64, "unit": 8})
+    assert engine.answer(prompts, 60) == plain.answer(prompts, 60)
+    assert 0 < counts["rejected"] < counts["drafts"]
+
+
+def test_requests_with_drafts_come_and_go(served, stock, prompt):
+    """Arrivals, aborts and preemptions in random order, over found pages."""
+    draw = random.Random(7)
+    shared = repeating(prompt, 150, 1, 13)
+    prompts = {
+        f"drafted-{n}": [*shared[: draw.randint(0, 150)], *repeating(prompt, 40, n, 5)]
+        for n in range(30)
+    }
+    tokens = {name: draw.randint(1, 60) for name in prompts}
+    engine = served(num_gpu_blocks_override=17, enable_prefix_caching=True, **SEVERAL)
+    waiting, aborted = [*prompts], set()
+    while waiting or engine.engine.has_unfinished_requests():
+        if waiting and draw.random() < 0.4:
+            name = waiting.pop()
+            engine.add(name, prompts[name], tokens[name])
+        if draw.random() < 0.03 and len(waiting) < len(prompts):
+            name = draw.choice(sorted(prompts.keys() - waiting))
+            engine.engine.abort_request([name])
+            aborted.add(name)
+        if draw.random() < 0.03 and engine.scheduler.running:
+            engine.preempt()
+        engine.step()
+        check_integrity(engine.session.coordinator)
+    engine.run()
+    known = stock.answer([*prompts.values()], [*tokens.values()])
+    for name, (expected,) in zip(prompts, known, strict=True):
+        got = engine.tokens.get(name, {0: []})[0]
+        assert got == expected[: len(got)], name
+        assert name in aborted or len(got) == len(expected), name
+    assert engine.preempted
+    engine.check_nothing_is_held()
+
+
+def test_drafts_turn_asynchronous_scheduling_off():
+    arguments = engine_args({"algorithm": "quest"}, speculative_config=NGRAM)
+    assert arguments["async_scheduling"] is False
+    stated = engine_args({}, speculative_config=NGRAM, async_scheduling=True)
+    assert stated["async_scheduling"] is True, "and is refused"
