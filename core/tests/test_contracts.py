@@ -12,7 +12,6 @@ from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.ops.chunk_attention import add_sinks
 from topkv.plugins.discovery import hookimpl
 from topkv_testing.doubles import SCRIPTED, Scripted
-from topkv_testing.integrity import check_integrity
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -102,21 +101,6 @@ def run():
     yield run
     for each in made:
         each.coordinator.close()
-
-
-def test_a_chunk_may_stand_between_decode_rows(run):
-    """A chunk takes the place of a padded row: engines sort one-token chunks among decode rows."""
-    one, two = run(), run()
-    for each in (one, two):
-        slots = [each.coordinator.request_begin() for _ in range(3)]
-        each.forward(each.rows(15), prefill=[(slot, 5) for slot in slots])
-    given = one.rows(3)
-    between = one.forward(given, decode=[0, -1, 2], prefill=[(1, 1, 1)])
-    order = torch.tensor([0, 2, 1])
-    behind = two.forward([x[:, order] for x in given], decode=[0, 2], prefill=[(1, 1)])
-    torch.testing.assert_close(between[:, order], behind, rtol=0, atol=0)
-    assert [one.coordinator.length(slot) for slot in range(3)] == [6, 6, 6]
-    check_integrity(one.coordinator)
 
 
 def test_rows_may_lie_at_any_stride(run):

@@ -214,45 +214,6 @@ def test_an_end_that_is_cut_short_can_be_called_again(make, monkeypatch, call):
     assert coordinator.requests.free == 4
 
 
-@pytest.mark.parametrize(
-    ("decode", "rows", "reported"),
-    [
-        ([0], [0], r"\[0\] twice"),
-        ([0], [2], r"\[1\] of nothing"),
-        ([-1, 0], [0], r"\[1\] twice"),
-        ([], [0, 2], r"\[2\] twice"),
-        ([], [-1], "the first -1"),
-    ],
-)
-def test_chunks_over_other_rows_and_gaps_are_refused(make, decode, rows, reported):
-    coordinator = make()
-    slots = [coordinator.request_begin() for _ in range(3)]
-    run(coordinator, prefill=[(slots[0], 5)])
-    prefill = [(slots[1 + at], 3, row) for at, row in enumerate(rows)]
-    with pytest.raises(RequestError, match=reported):
-        coordinator.forward_begin([slots[0] if row == 0 else row for row in decode], prefill)
-    assert coordinator.forward is None
-    check_integrity(coordinator)
-
-
-def test_an_empty_chunk_behind_a_gap_is_refused(make):
-    coordinator = make()
-    slot = coordinator.request_begin()
-    with pytest.raises(RequestError, match="of nothing"):
-        coordinator.forward_begin(prefill=[(slot, 0, 2)])
-    assert coordinator.forward is None
-
-
-def test_chunks_may_stand_in_padded_rows(make):
-    coordinator = make()
-    slots = [coordinator.request_begin() for _ in range(2)]
-    run(coordinator, prefill=[(slots[0], 5)])
-    coordinator.forward_begin([-1, slots[0]], [(slots[1], 1, 0)])
-    attend(coordinator, 2)
-    coordinator.forward_end()
-    assert [coordinator.length(slot) for slot in slots] == [6, 1]
-
-
 def test_a_part_of_a_model_is_configured_and_called_by_the_numbers_of_the_whole(make):
     part = evolve(MODEL, first_layer=10, total_layers=20)
     layers = {"0-9": "resident", "11": "resident", "12": "streamed", "14-": "resident"}

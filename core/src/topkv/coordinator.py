@@ -102,7 +102,7 @@ class SparseCoordinator(BetweenForwards):
     def forward_begin(
         self,
         decode: Sequence[int] = (),
-        prefill: Sequence[tuple[int, ...]] = (),
+        prefill: Sequence[tuple[int, int]] = (),
         append: Sequence[int] | None = None,
         queries: int = 1,
     ) -> None:
@@ -111,9 +111,7 @@ class SparseCoordinator(BetweenForwards):
         Args:
             decode: slots of the decode rows, -1 for padded ones. Each is ``queries`` rows of the
                 packed batch.
-            prefill: ``(slot, tokens)`` chunks, whose rows follow the decode rows and each other;
-                or ``(slot, tokens, row)``, whose first row is given. A chunk may stand in the
-                place of padded decode rows.
+            prefill: ``(slot, tokens)`` chunks, whose rows follow the decode rows and each other.
             append: tokens that each decode row appends, 0 to ``queries``; as many as it has
                 queries by default. The first rows of a request are these tokens, in order, or its
                 newest one again where it appends none; what stands behind them is padding.
@@ -124,15 +122,14 @@ class SparseCoordinator(BetweenForwards):
         Raises:
             HostMemoryError: a page is missing; nothing has changed.
             RequestError: a slot is unknown or named twice, a row has too many queries or tokens, a
-                chunk overlaps other rows or leaves a gap, a forward is open, or an algorithm has
-                no room for another token after the prompt.
+                forward is open, or an algorithm has no room for another token after the prompt.
         """
         check_idle(self.forward, "forward_begin")
         check_queries(decode, append, queries, self.config.max_queries)
         rows = np.array(decode, dtype=np.intp)  # a copy, read again at the end
         forward = Forward(rows, append, queries)
-        for slot, tokens, *row in prefill:
-            forward.add_chunk(slot, tokens, *row)
+        for slot, tokens in prefill:
+            forward.add_chunk(slot, tokens)
         check_begin(forward, self.requests)
         for call in self.before_lease:
             call(forward.live)

@@ -114,10 +114,9 @@ class Forward:
             row, self.drafted = (np.arange(self.queries) < self.appended[:, None]).nonzero()
             self.writers = self.rows[row]
 
-    def add_chunk(self, slot: int, tokens: int, row: int | None = None) -> None:
-        """Put the rows of a chunk behind the rows so far, or at ``row``."""
-        first = self.count if row is None else row
-        self.chunks.append(Chunk(slot, slice(first, first + tokens)))
+    def add_chunk(self, slot: int, tokens: int) -> None:
+        """Put the rows of a chunk behind the rows so far."""
+        self.chunks.append(Chunk(slot, slice(self.count, self.count + tokens)))
 
     @property
     def prompt_tokens(self) -> int:
@@ -127,4 +126,4 @@ class Forward:
     @property
     def count(self) -> int:
         """Rows of the packed batch."""
-        return int(max([self.decoded, *(chunk.rows.stop for chunk in self.chunks)]))
+        return self.decoded + self.prompt_tokens

@@ -15,8 +15,8 @@ from topkv.types import ModelShape
 
 
 def check_begin(forward: Forward, requests: Requests) -> None:
-    """Refuse slots without a request or named twice, too many rows, chunks of fewer than 0 tokens
-    or in a wrong place, and tokens after a prompt that an algorithm has no room for."""
+    """Refuse slots without a request or named twice, too many rows, chunks of fewer than 0 tokens,
+    and tokens after a prompt that an algorithm has no room for."""
     rows, most = forward.rows, requests.config.max_requests
     if len(rows) > most:
         raise RequestError(f"{len(rows)} decode rows exceed max_requests = {most}")
@@ -38,8 +38,6 @@ def check_begin(forward: Forward, requests: Requests) -> None:
             requests.check(slot)
         raise RequestError(f"slot {named.argmax()} is named twice in one forward")
     _check_generated(requests, forward.writers, forward.drafted + 1)
-    if forward.chunks:
-        _check_places(forward)
 
 
 def check_queries(
@@ -91,23 +89,6 @@ def _check_generated(requests: Requests, slots: np.ndarray, tokens: np.ndarray |
             f"slots {over.tolist()} would have more than {generated} tokens after "
             "their prompt, and the algorithm has room for no more; raise its parameter "
             "'generated', or let it drop the oldest of them"
-        )
-
-
-def _check_places(forward: Forward) -> None:
-    """Refuse chunks over rows of others, and rows that nothing would write."""
-    places = [np.arange(chunk.rows.start, chunk.rows.stop) for chunk in forward.chunks]
-    decode = np.flatnonzero(forward.rows.repeat(forward.queries) >= 0)
-    rows = np.concatenate([decode, *places])
-    times = np.bincount(rows[rows >= 0], minlength=forward.count)
-    twice, never = np.flatnonzero(times > 1), np.flatnonzero(times == 0)
-    never = never[never >= forward.decoded]  # padded decode rows are written by the decode
-    first = rows.min(initial=0)
-    if first < 0 or len(twice) or len(never):
-        raise RequestError(
-            f"rows of chunks must be 0 or more, those of no other row and without gaps, got "
-            f"{twice.tolist()} twice, {never.tolist()} of nothing, the first {first}; "
-            "leave the row out to put a chunk behind the others"
         )
 
 
