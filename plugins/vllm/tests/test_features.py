@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from plugins.vllm.tests.test_drafts import SEVERAL
+
 
 def logprobs(output):
     """Log-probabilities of a prompt or of generated tokens, position by position."""
@@ -57,11 +59,20 @@ def test_structured_output(served, stock, prompt):
 
 
 @pytest.fixture(scope="session")
-def adapter(tmp_path_factory):
-    """A LoRA of the projections of queries, keys and values."""
+def adapters(tmp_path_factory):
+    """Two LoRA adapters of the projections of queries, keys and values."""
+    from vllm.lora.request import LoRARequest
+
+    return [
+        LoRARequest(f"adapter-{number}", number, str(save_adapter(number, tmp_path_factory)))
+        for number in (1, 2)
+    ]
+
+
+def save_adapter(seed, tmp_path_factory):
     from safetensors.torch import save_file
 
-    random, rank, weights = torch.Generator().manual_seed(1), 8, {}
+    random, rank, weights = torch.Generator().manual_seed(seed), 8, {}
     for layer in range(2):
         for name, size in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128)):
             place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
@@ -81,25 +92,44 @@ def adapter(tmp_path_factory):
     return path
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's kernels there take no float32")
-def test_lora(served, engines, arguments, beside, adapter, prompt):
-    """Requests with and without an adapter in one batch. There is room for a second adapter, as
-    vLLM's kernels of a CPU give those without one the last."""
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
+# There is room for a third adapter, as vLLM's kernels of a CPU give requests without one the last.
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
 
-    more = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    engine = served(**more)
-    engines["stock lora"] = stock = type(engine)(**arguments, **more, **beside)
-    how = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
-    lora = LoRARequest("adapter", 1, str(adapter))
-    tokens = []
-    for each in (stock, engine):
-        for number, with_it in enumerate((lora, None, lora)):
-            asked = {"prompt_token_ids": prompt(70)}
-            each.engine.add_request(f"lora-{number}", asked, how, lora_request=with_it)
-        each.run()
-        tokens.append([each.tokens[f"lora-{number}"][0] for number in range(3)])
+
+@pytest.fixture
+def stock_lora(engines, arguments, beside, make_served):
+    """Stock vLLM with adapters."""
+    if "stock lora" not in engines:
+        engines["stock lora"] = make_served(**arguments, **LORA, **beside)
+    return engines["stock lora"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's kernels there take no float32")
+@pytest.mark.parametrize("prefixes", [False, True], ids=["alone", "prefixes"])
+@pytest.mark.parametrize("drafts", [{}, SEVERAL], ids=["", "drafts"])
+def test_adapters(prefixes, drafts, served, stock_lora, adapters, prompt, monkeypatch):
+    """Requests with one adapter, another one and none in a batch, and again, when all but one
+    block of each is found where prefixes are: each has the tokens of its adapter."""
+    from vllm import SamplingParams
+
+    engine = served(enable_prefix_caching=prefixes, **LORA, **drafts)
+    how = SamplingParams(max_tokens=24, temperature=0, detokenize=False, ignore_eos=True)
+    found, begin = [], engine.session.coordinator.request_begin
+    monkeypatch.setattr(
+        engine.session.coordinator,
+        "request_begin",
+        lambda pages, length: (found.append(length), begin(pages, length))[1],
+    )
+    tokens, names = [], [f"{prefixes}-{bool(drafts)}-{number}" for number in range(6)]
+    for each in (stock_lora, engine):
+        for wave in (names[:3], names[3:]):
+            for name, adapter in zip(wave, (adapters[0], None, adapters[1]), strict=True):
+                asked = {"prompt_token_ids": prompt(7) * 10}
+                each.engine.add_request(name, asked, how, lora_request=adapter)
+            each.run()
+        tokens.append([each.tokens[name][0] for name in names])
     assert tokens[0] == tokens[1]
-    assert tokens[0][0] == tokens[0][2] != tokens[0][1]
+    assert tokens[1][:3] == tokens[1][3:]
+    assert len({*map(tuple, tokens[1])}) == 3
+    assert found == [0, 0, 0, *[64 * prefixes] * 3], "blocks of another adapter are not found"
     engine.check_nothing_is_held()

