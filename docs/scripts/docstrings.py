@@ -17,6 +17,7 @@ SOURCES = {
     "topkv": CORE,
     "topkv_authoring": ROOT / "tools" / "authoring" / "src" / "topkv_authoring",
     "topkv_dropping": ROOT / "tools" / "dropping" / "src" / "topkv_dropping",
+    "topkv_engines": ROOT / "tools" / "engines" / "src" / "topkv_engines",
     "topkv_prefixes": ROOT / "tools" / "prefixes" / "src" / "topkv_prefixes",
 }
 

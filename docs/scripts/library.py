@@ -33,6 +33,7 @@ LIBRARY = (
     "topkv.transfer.reference",
     "topkv.transfer.triton",
     "topkv_dropping",
+    "topkv_engines",
     "topkv_prefixes.entry",
     "topkv_prefixes.objects",
 )

@@ -17,7 +17,7 @@ if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.to
         hatchling editables attrs pluggy click rich xxhash pytest pytest-xdist hypothesis
     # Builds for CUDA, which break the import of vLLM for a CPU.
     "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
-    folders=(core tools/authoring tools/dropping plugins/fp8_host_format plugins/fp8_kv_format tools/cli plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
+    folders=(core tools/authoring tools/dropping tools/engines plugins/fp8_host_format plugins/fp8_kv_format tools/cli plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
         plugins/clusterkv plugins/snapkv plugins/double_sparsity plugins/triton_topk
         plugins/pariskv plugins/deepseek_dsa examples/arkvale plugins/transformers plugins/stalls tools/prediction tools/dropping tools/prefixes tools/bench
         tools/testing)

@@ -62,8 +62,8 @@ class Index:
     k: Tensor
     weights: Tensor | None = None
 
-    def rows(self, rows: slice) -> Index:
-        """The index of some of the rows."""
+    def rows(self, rows: slice | Tensor) -> Index:
+        """The index of some of the rows, by a slice or by their numbers."""
         weights = None if self.weights is None else self.weights[rows]
         return Index(self.q[rows], self.k[rows], weights)
 

@@ -23,7 +23,7 @@ SPARSE = {"budget": 128, "buffer": 128, "unit": 16, "max_requests": 2, "observer
 
 
 def test_metrics_are_what_the_coordinator_counts(served, prompt, monkeypatch):
-    monkeypatch.setattr("topkv_vllm.counts.EVERY", 0.0)
+    monkeypatch.setattr("topkv_engines.counts.EVERY", 0.0)
     engine = served(SPARSE, disable_log_stats=False)
     waited = engine.session.coordinator.observers.counts["stalls"]
     begun, idle = engine.session.coordinator.transfers_of(), waited()  # what warmed up is in none
@@ -46,7 +46,7 @@ def test_metrics_are_what_the_coordinator_counts(served, prompt, monkeypatch):
 
 def test_the_device_is_not_asked_in_every_step(served, prompt, monkeypatch):
     """The device is asked once a second, and when no request is left."""
-    monkeypatch.setattr("topkv_vllm.counts.EVERY", 1e9)
+    monkeypatch.setattr("topkv_engines.counts.EVERY", 1e9)
     engine, asked = served(), []
     coordinator = engine.session.coordinator
     count = coordinator.transfers_of

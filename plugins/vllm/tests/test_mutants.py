@@ -1,197 +1,21 @@
-"""Every rule of padding and of settling broken on purpose: the test beside it must fail."""
+"""Rules of layers and steps of vLLM broken on purpose: the test beside each must fail."""
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 from importlib import import_module
 
 import pytest
 
-from plugins.vllm.tests import test_drafts as drafts
 from plugins.vllm.tests import test_padding as tests
-from plugins.vllm.tests import test_settling as settling
-from topkv_vllm import rows
-from topkv_vllm.requests import Requests
-from topkv_vllm.session import Session
+from tools.engines.tests.test_mutants import failure_of, rewritten
+from topkv_vllm.requests import ScheduledRequests
 
 
-def rewritten(function, old, new):
-    """A function with one change of its source, which must have ``old`` once."""
-    source = textwrap.dedent(inspect.getsource(function))
-    if source.count(old) != 1:
-        raise ValueError(
-            f"{function.__qualname__} must have {old!r} once, got {source.count(old)} times; "
-            "follow its change in the mutant"
-        )
-    made = {}
-    exec(compile(source.replace(old, new), "<mutant>", "exec"), function.__globals__, made)
-    return made[function.__name__]
-
-
-def failure_of(test, *arguments):
-    """Return how a test fails; None if it passes. A test that does not run has seen nothing."""
-    try:
-        test(*arguments)
-    except (AttributeError, NameError, TypeError):
-        raise
-    except Exception as failure:
-        return failure
-    return None
-
-
-PADS = "slots + [-1] * pads"
-LAST = "[*(each.slot for each in self.held.values()), *[-1] * count][:count]"
-CLOSES = "            requests.close()"
-BEHIND = (
-    CLOSES
-    + "\n            requests.coordinator.settle([each.slot for each in requests.held.values()])"
-)
-BEFORE = "try:\n            requests.settle()"
-
-MUTANTS = {
-    "a dummy run replays the rows of the last step": (
-        *(Requests.pad, "[-1] * count", LAST),
-        *(tests.test_a_dummy_run_changes_nothing,),
-    ),
-    "a dummy run leaves its forward open for the next one": (
-        *(Requests.pad, "self.coordinator.forward_abort()", "pass"),
-        *(tests.test_a_dummy_run_changes_nothing,),
-    ),
-    "a dummy run uploads nothing": (
-        *(Session.forward, "requests.pad(count, queries)", "pass"),
-        *(tests.test_a_dummy_run_changes_nothing,),
-    ),
-    "a step finds the forward of a dummy run open": (
-        *(Session.run, "requests.abort()  # padding", "pass  # padding"),
-        *(tests.test_a_dummy_run_changes_nothing,),
-    ),
-    "a dummy run of prompts opens a forward": (
-        *(Session.forward, "queries not in (1, self.coordinator.config.max_queries)", "False"),
-        *(tests.test_dummy_runs_of_prompts_and_before_there_is_a_coordinator_attend_to_nothing,),
-    ),
-    "padding in front of requests": (
-        *(Requests.forward, PADS, "[-1] * pads + slots"),
-        *(tests.test_padded_rows_change_nothing, 1),
-    ),
-    "padding belongs to the first slot that is free": (
-        *(Requests.forward, PADS, "slots + [self.coordinator.request_begin()] * pads"),
-        *(tests.test_padded_rows_change_nothing, 1),
-    ),
-    "padding belongs to the last request": (
-        *(Requests.forward, PADS, "slots + slots[-1:] * pads"),
-        *(tests.test_padded_rows_change_nothing, 1),
-    ),
-    "rows of padding are not in the forward": (
-        *(Requests.forward, PADS, "slots"),
-        *(tests.test_padded_rows_change_nothing, 2),
-    ),
-    "a step with prompts is padded too": (
-        *(Requests.forward, "0 if chunks else ", ""),
-        *(tests.test_padded_rows_change_nothing, 1),
-    ),
-    "rows in the order of the scheduler": (
-        *(Session.forward, "self.row_names()[:count]", "[*requests.tokens]"),
-        *(tests.test_rows_in_any_order, 0),
-    ),
-    "a chunk is behind all rows that decode": (
-        *(Requests.forward, "place == (n * queries, queries)", "place[1] == queries"),
-        *(tests.test_rows_in_any_order, 0),
-    ),
-    "a chunk is as long as a row": (
-        *(Requests.forward, "row += tokens", "row += 1"),
-        *(tests.test_rows_in_any_order, 0),
-    ),
-    "the last token of a prompt decodes": (
-        *(Requests.decodes, "self.computed[name] >=", "self.tokens[name] == 1 or 0 >="),
-        *(tests.test_steps_with_prompts_are_kept_apart_from_those_that_decode,),
-    ),
-    "the first token behind a prompt does not decode": (
-        *(Requests.decodes, ">=", ">"),
-        *(tests.test_steps_with_prompts_are_kept_apart_from_those_that_decode,),
-    ),
-    "a prompt among rows that decode is not seen": (
-        *(Requests.has_prompts, "not all", "self.tokens and not any"),
-        *(tests.test_steps_with_prompts_are_kept_apart_from_those_that_decode,),
-    ),
-    "a step is still there when it has ended": (
-        *(Requests.close, "self.tokens, self.order = {}, None", "pass"),
-        *(tests.test_a_dummy_run_changes_nothing,),
-    ),
-    "what was generated before a preemption is no prompt": (
-        *(Requests.schedule, 'getattr(new, "prefill_token_ids", None)', "None"),
-        *(tests.test_steps_with_prompts_are_kept_apart_from_those_that_decode,),
-    ),
-    "an exception leaves the forward open": (
-        *(Session.run, "requests.abort()\n            raise", "raise"),
-        *(tests.test_an_exception_behind_the_last_layer_drops_the_step,),
-    ),
-    "a step that only decodes does not offload": (
-        *(Session.attend, "coordinator.offload()", "pass"),
-        *(tests.test_units_that_steps_fill_are_on_the_host, 1),
-    ),
-    "it offloads before all layers have run": (
-        *(Session.attend, "model.layers[-1]", "model.layers[0]"),
-        *(tests.test_units_that_steps_fill_are_on_the_host, 1),
-    ),
-    "a step with prompts does not offload": (
-        *(Requests.close, "not forward.chunks", "True"),
-        *(tests.test_units_that_steps_fill_are_on_the_host, 0),
-    ),
-    "a rejected draft stays": (
-        *(Requests._take_back, "if lengths:", "if False:"),
-        *(drafts.test_drafts_are_attended_to_and_taken_back,),
-    ),
-    "drafts of all rows are taken back by the length of the first": (
-        *(Requests._take_back, "[*lengths.values()]", "[min(lengths.values())] * len(lengths)"),
-        *(drafts.test_drafts_are_attended_to_and_taken_back,),
-    ),
-    "rows of fewer drafts have those of the next request behind them": (
-        *(rows.order, "np.minimum(np.arange(queries), tokens - 1)", "np.arange(queries)"),
-        *(drafts.test_drafts_are_attended_to_and_taken_back,),
-    ),
-    "requests of other numbers of drafts are taken for alike": (
-        *(Requests.forward, "(n * queries, queries)", "(n * queries, place[1])"),
-        *(drafts.test_drafts_are_attended_to_and_taken_back,),
-    ),
-    "outputs of drafts stay in topkv's order": (
-        *(Session.attend, "order.given, out", "order.taken[: len(order.given)], out"),
-        *(drafts.test_drafts_are_attended_to_and_taken_back,),
-    ),
-    "it settles within the step": (
-        *(Session.run, "requests.settle()", "pass"),
-        *(settling.test_nothing_is_settled_within_a_step, pytest.MonkeyPatch),
-    ),
-    "it settles behind the step, those that end with it too": (
-        *(Session.run, CLOSES, BEHIND),
-        *(settling.test_a_request_that_ends_with_its_prompt_is_not_settled, pytest.MonkeyPatch),
-    ),
-    "it settles prompts that are not through": (
-        *(Requests.settle, " if self.decodes(name)", ""),
-        *(settling.test_nothing_is_settled_within_a_step, pytest.MonkeyPatch),
-    ),
-    "an exception while it settles leaves the step": (
-        *(Session.run, BEFORE, "requests.settle()\n        try:"),
-        *(settling.test_an_exception_while_it_settles_drops_the_step, pytest.MonkeyPatch),
-    ),
-}
-
-
-def owner_of(function):
-    """Class or module that a function is an attribute of."""
-    module = import_module(function.__module__)
-    name = function.__qualname__.rpartition(".")[0]
-    return getattr(module, name) if name else module
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_caught(name, monkeypatch):
-    function, old, new, test, *arguments = MUTANTS[name]
-    monkeypatch.setattr(owner_of(function), function.__name__, rewritten(function, old, new))
-    arguments = [monkeypatch if each is pytest.MonkeyPatch else each for each in arguments]
-    failure = failure_of(test, *arguments)
-    assert failure, f"{name}: it survived"
-    print(f"{name}: {type(failure).__name__}: {str(failure)[:160]}")
+def test_a_mutant_that_forgets_what_was_generated_before_a_preemption_is_caught(monkeypatch):
+    old, new = 'getattr(new, "prefill_token_ids", None)', "None"
+    mutant = rewritten(ScheduledRequests.schedule, old, new)
+    monkeypatch.setattr(ScheduledRequests, "schedule", mutant)
+    assert failure_of(tests.test_what_a_request_had_when_it_was_preempted_is_prompt)
 
 
 WITHIN = {

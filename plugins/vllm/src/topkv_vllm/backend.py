@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 )
 
 from topkv.errors import CapabilityError
-from topkv_vllm.session import Session
+from topkv_engines.session import Session
 
 
 @define

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from triton import knobs
 
-from topkv_vllm.memory import check_device
-from topkv_vllm.session import Session
+from topkv_engines.memory import check_device
+from topkv_engines.session import Session
 from topkv_vllm.worker import TopkvWorker
 
 
@@ -46,7 +46,7 @@ class TopkvGPUWorker(TopkvWorker):
         torch.cuda.empty_cache()
         share = self.requested_memory - self.model_runner.model_memory_usage
         room = min(share, torch.cuda.mem_get_info()[0]) - peak
-        check_device(self.topkv_config, int(room))
+        check_device(self.topkv_config, int(room), "max_num_seqs", "gpu_memory_utilization")
 
     def load_model(self, **options: Any) -> None:
         """Load the model, see ``TopkvWorker``."""

@@ -10,9 +10,10 @@ from topkv.assembly.assembly import make_plugins
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
+from topkv_engines.ranks import rank_reasons
 from topkv_vllm.args import CONNECTOR, GRAPHS, OWNED, pages_reasons
 from topkv_vllm.geometry import lowered_for, shape_of_config
-from topkv_vllm.ranks import rank_reasons, split_reasons
+from topkv_vllm.ranks import kv_heads, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
 
 PLAIN_ROPE = "-rotary_embedding"
@@ -188,7 +189,8 @@ def _algorithm_reasons(vllm_config: Any, lowered: LoweredConfig) -> list[str]:
     """Algorithms that could run out of room in the middle of a step, or share no prefixes."""
     plugins = make_plugins(registry(), lowered)
     limit, longest = plugins.least("generated"), vllm_config.model_config.max_model_len
-    reasons = rank_reasons(vllm_config, lowered, plugins.specs)
+    ranks, heads = vllm_config.parallel_config.tensor_parallel_size, kv_heads(vllm_config)
+    reasons = rank_reasons(ranks, heads, lowered, plugins.specs)
     if limit < longest:
         reasons.append(
             f"an algorithm has room for {limit} tokens after a prompt, and a request may generate "

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from topkv import SparseConfig
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ConfigError
+from topkv_engines.session import Session
 from topkv_vllm.backend import placeholder
 from topkv_vllm.geometry import lowered_for
 from topkv_vllm.latent import (
@@ -31,7 +32,7 @@ from topkv_vllm.layers import attention_layers, shape_of_layers
 from topkv_vllm.metrics import with_counts
 from topkv_vllm.ranks import host_file
 from topkv_vllm.refusals import check
-from topkv_vllm.session import Session
+from topkv_vllm.requests import ScheduledRequests
 
 
 class TopkvWorker(Worker):
@@ -53,7 +54,7 @@ class TopkvWorker(Worker):
         vllm_config = copy(vllm_config)
         vllm_config.kv_transfer_config = None
         super().__init__(vllm_config, *more, **others)
-        self.session = Session(self._row_names)
+        self.session = Session(self._row_names, ScheduledRequests)
 
     def _row_names(self) -> Sequence[str]:
         """Request ids of the open step in the order of their rows."""

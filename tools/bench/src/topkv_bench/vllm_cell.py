@@ -34,10 +34,10 @@ from topkv_bench.clock import Clock
 from topkv_bench.document import jsonable
 from topkv_bench.drift import drifting
 from topkv_bench.rows import NO_MEMORY, OVER, REFUSED, link
+from topkv_engines.session import Session
 from topkv_vllm import engine_args
 from topkv_vllm.geometry import shape_of_config
 from topkv_vllm.refusals import check
-from topkv_vllm.session import Session
 
 Row = dict[str, Any]
 

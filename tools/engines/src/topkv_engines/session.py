@@ -1,4 +1,4 @@
-"""Session of one worker: its layers, coordinator and requests, which its parts share.
+"""Session of one worker of an engine: its coordinator and requests, which its parts share.
 
 A session hangs on the worker and on the layers of its model, so that a process may hold several
 engines.
@@ -6,7 +6,7 @@ engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,17 @@ from torch import Tensor
 from topkv import SparseCoordinator
 from topkv.config import LoweredConfig
 from topkv.types import Index
-from topkv_vllm.counts import Counts
-from topkv_vllm.requests import Requests
-from topkv_vllm.warm import warm_up
+from topkv_engines.counts import Counts
+from topkv_engines.requests import Requests
+from topkv_engines.warm import warm_up
 
 
 class Session:
     """The session of one worker.
 
     Args:
-        row_names: gives the request ids of the open step in the order of their rows.
+        row_names: gives the names of the open step's requests in the order of their rows.
+        make: makes the requests of a coordinator, whose ``schedule`` reads the engine's steps.
 
     Attributes:
         coordinator, requests, counts: once ``allocate`` has made them.
@@ -34,8 +35,12 @@ class Session:
     requests: Requests | None = None
     counts: Counts | None = None
 
-    def __init__(self, row_names: Callable[[], Sequence[str]]) -> None:
-        self.row_names = row_names
+    def __init__(
+        self,
+        row_names: Callable[[], Sequence[Hashable]],
+        make: Callable[[SparseCoordinator], Requests],
+    ) -> None:
+        self.row_names, self._make = row_names, make
 
     def allocate(self, config: LoweredConfig) -> None:
         """Make the coordinator.
@@ -44,11 +49,11 @@ class Session:
             HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
         """
         self.coordinator = SparseCoordinator(config)
-        self.requests = Requests(self.coordinator)
+        self.requests = self._make(self.coordinator)
         self.counts = Counts(self.requests)
 
     def warm_up(self) -> None:
-        """Compile kernels now, see ``topkv_vllm.warm``; counts of that are not reported."""
+        """Compile kernels now, see ``topkv_engines.warm``; counts of that are not reported."""
         assert self.counts is not None, "allocated"
         with torch.inference_mode():
             warm_up(self.coordinator)
@@ -58,11 +63,11 @@ class Session:
         """Run a step of the model, which calls ``forward`` and then every layer.
 
         What is to be settled is settled ahead of it, behind the sampling of the step before:
-        requests that the scheduler has ended by then need it no more.
+        requests that the engine has ended by then need it no more.
 
         Args:
-            step: vLLM's ``SchedulerOutput``.
-            execute: the worker's own ``execute_model``.
+            step: as ``Requests.schedule`` takes it.
+            execute: runs the engine's model.
         """
         requests = self.requests
         if requests is None:
@@ -119,12 +124,13 @@ class Session:
         The last layer of a step that only decodes offloads, for a graph of the step holds nothing
         behind its layers.
         """
-        coordinator, order = self.coordinator, self.requests and self.requests.order
+        coordinator = self.coordinator
+        order = self.requests.order if self.requests is not None else None
         if order is None:
             out = coordinator.attention(layer, q, k, v, index, out)
         else:
             q, k, v = (each.index_select(0, order.taken) for each in (q, k, v))
-            index = index and index.rows(order.taken)
+            index = None if index is None else index.rows(order.taken)
             found = coordinator.attention(layer, q, k, v, index)
             out = torch.index_select(found, 0, order.given, out=out)
         forward = coordinator.forward

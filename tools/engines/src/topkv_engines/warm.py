@@ -1,7 +1,7 @@
 """A life of a request on random rows, so that no request of somebody waits for a compiler.
 
-What steps that decode launch is compiled when vLLM records its graphs. Prompts, what follows on
-one, and prompts that begin with pages of another one launch more.
+What steps that decode launch is compiled when an engine records its graphs. Prompts, what follows
+on one, and prompts that begin with pages of another one launch more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of a session as vLLM would have them, without vLLM: all requests are scheduled."""
+"""Steps of a session, as an engine would have them: all requests that it names are scheduled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from topkv import SparseConfig
 from topkv.config import lower
 from topkv.plugins import registry
 from topkv.types import ModelShape
-from topkv_vllm.session import Session
+from topkv_engines.requests import Requests
+from topkv_engines.session import Session
 
 SHAPE = ModelShape(2, 4, 2, 64, torch.float32, 0.125)
 
@@ -44,6 +45,22 @@ def lowered(device="cpu", **changes):
     )
 
 
+class Plain(Requests):
+    """Requests of steps that say in plain words what they do: a dict of tokens by name, and the
+    names of requests that end before it. Prompts are of ``CHUNK`` tokens."""
+
+    def schedule(self, step):
+        for name in step.finished:
+            self.end(name)
+        for name in step.tokens:
+            if name in self.held:
+                self.extend(name, [], step.computed[name])
+            else:
+                first = 1 + 4 * int(name)
+                self.begin(name, [*range(first, first + 4)], 0, CHUNK)
+        self.open(step.tokens)
+
+
 class Engine:
     """A session, and steps of it.
 
@@ -60,7 +77,7 @@ class Engine:
 
     def __init__(self, pads=0, order=list, **changes):
         self.pads, self.order = pads, order
-        self.session = Session(lambda: self.names)
+        self.session = Session(lambda: self.names, Plain)
         self.session.allocate(lowered(**changes))
         self.computed, self.rows, self.random = {}, {}, torch.Generator().manual_seed(0)
 
@@ -69,31 +86,7 @@ class Engine:
 
         ``rejected`` drafts of requests are tokens that nobody counts afterwards.
         """
-        new = [name for name in tokens if name not in self.computed]
-        old = [name for name in tokens if name in self.computed]
-        first = {name: 1 + 4 * int(name) for name in tokens}
-        step = SimpleNamespace(
-            finished_req_ids=finished,
-            preempted_req_ids=None,
-            scheduled_new_reqs=[
-                SimpleNamespace(
-                    req_id=name,
-                    prompt_token_ids=[0] * CHUNK,
-                    prefill_token_ids=None,
-                    block_ids=([*range(first[name], first[name] + 4)],),
-                    num_computed_tokens=0,
-                )
-                for name in new
-            ],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=old,
-                resumed_req_ids=[],
-                new_block_ids=[None] * len(old),
-                num_computed_tokens=[self.computed[name] for name in old],
-                num_output_tokens=[0] * len(old),
-            ),
-            num_scheduled_tokens=tokens,
-        )
+        step = SimpleNamespace(finished=finished, tokens=tokens, computed=dict(self.computed))
         outputs = self.session.run(step, self.execute)
         for name, count in tokens.items():
             kept = count - (rejected or {}).get(name, 0)
@@ -106,7 +99,7 @@ class Engine:
         return outputs
 
     def execute(self, step):
-        tokens = step.num_scheduled_tokens
+        tokens = step.tokens
         self.names = self.order([*tokens])
         self.prompts = self.session.prompts()
         alike = len({*tokens.values()}) == 1 and not self.prompts

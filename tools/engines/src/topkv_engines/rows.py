@@ -1,6 +1,6 @@
-"""Rows of a step in the order in which topkv has them, where that is not vLLM's.
+"""Rows of a step in the order in which topkv has them, where that is not the engine's.
 
-vLLM puts the tokens of a request side by side, as many as it has, and decides the order of
+An engine puts the tokens of a request side by side, as many as it has, and decides the order of
 requests. topkv has the rows of those that decode in front, as many of each, padding included. The
 two are the same in most steps, and in all that are replayed.
 """
@@ -20,9 +20,9 @@ class Order:
     """Where the rows of either side stand on the other one.
 
     Attributes:
-        taken: int64 ``[rows of topkv]``, the row of vLLM that each is; one that pads a request is
-            its newest.
-        given: int64 ``[rows of vLLM]``, the row of topkv that each is.
+        taken: int64 ``[rows of topkv]``, the row of the engine that each is; one that pads a
+            request is its newest.
+        given: int64 ``[rows of the engine]``, the row of topkv that each is.
     """
 
     taken: Tensor
@@ -38,7 +38,7 @@ def order(
     """Make the order of a step.
 
     Args:
-        decoded: first row and tokens of each request that decodes, in vLLM's order.
+        decoded: first row and tokens of each request that decodes, in the engine's order.
         chunks: the same of prompts.
         queries: Q, the most tokens of a request that decodes.
         device: of the rows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from topkv.report import count_occupancy
-from topkv_vllm.requests import Requests
+from topkv_engines.requests import Requests
 
 EVERY = 1.0
 """Seconds between two looks at the counts of the device, each of which waits for it."""
