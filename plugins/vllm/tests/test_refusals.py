@@ -105,8 +105,8 @@ def configured(model, **arguments):
 
 
 def test_drafts_that_are_not_looked_up_are_refused(model, version):
-    """Of a model that attends itself, too many, and beside steps that begin before it is known
-    what the one before has rejected."""
+    """Drafts are refused of a model that attends itself, too many of them, and beside steps that
+    begin before it is known what the one before has rejected."""
     config = configured(model)
     config.speculative_config = SimpleNamespace(method="eagle3", num_speculative_tokens=3)
     config.scheduler_config.async_scheduling = True
