@@ -139,7 +139,15 @@ def test_the_blocks_of_a_page_run(page, built):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if files_of(page)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        # What the tutorial builds is less of what sparq.md does.
+        pytest.param(page, marks=[pytest.mark.nightly] if page == "tutorial.md" else [])
+        for page in PAGES
+        if files_of(page)
+    ],
+)
 def test_the_plugin_of_a_page_passes_the_kit(page, built):
     folder, path = built(page)
     tests = [name for name in files_of(page) if name.rpartition("/")[2].startswith("test_")]
