@@ -48,7 +48,7 @@ def count_drafts(engine, monkeypatch):
     return counts
 
 
-PROMPTS = [(40, 7), (CHUNK + 30, 11), (9, 3), (2 * CHUNK, 40), (1, 1), (120, 2)]
+PROMPTS = [(40, 7), (CHUNK + 1, 5), (CHUNK + 30, 11), (9, 3), (2 * CHUNK, 40), (1, 1), (120, 2)]
 
 
 @pytest.mark.parametrize("verification", ["joint", "exact"])

@@ -13,6 +13,7 @@ from topkv.plugins import registry
 from topkv_engines.ranks import rank_reasons
 from topkv_vllm.args import CONNECTOR, GRAPHS, OWNED, pages_reasons
 from topkv_vllm.geometry import lowered_for, shape_of_config
+from topkv_vllm.places import moved
 from topkv_vllm.ranks import kv_heads, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
 
@@ -43,7 +44,7 @@ def check(vllm_config: Any, version: str) -> LoweredConfig:
     reasons = version_reasons(version, device, vllm_config.model_config.use_mla)
     reasons += _model_reasons(vllm_config.model_config)
     reasons += _option_reasons(vllm_config) + _latent_reasons(vllm_config)
-    reasons += _draft_reasons(vllm_config)
+    reasons += _draft_reasons(vllm_config) + moved(device)
     settings, wrong = settings_of(vllm_config)
     reasons += wrong
     if reasons:  # lowering wants a model and options that make sense

@@ -1,0 +1,219 @@
+"""Places of vLLM that this package overrides, patches or reads, in one table.
+
+vLLM promises none of them. Each is looked up in the version that runs before a worker is made, so
+that one that has moved is refused by name, and not found in the middle of a request.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+from attrs import frozen
+
+
+@frozen
+class Place:
+    """One place.
+
+    Attributes:
+        module, name: where it is, ``""`` for the module alone; a dotted name for a method.
+        why: what it is for, for readers.
+        parameters: names of arguments that are handed over, or taken.
+        alone: True if no others may be wanted.
+        fields: names that the class has, its instances too.
+        device: device that it is for; None for all.
+    """
+
+    module: str
+    name: str
+    why: str
+    parameters: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    device: str | None = None
+    alone: bool = False
+
+    @property
+    def path(self) -> str:
+        """The place in full."""
+        return f"{self.module}.{self.name}"
+
+
+_BACKEND, _WORKER = "vllm.v1.attention.backend", "vllm.v1.worker.gpu_worker"
+_OUTPUT, _RUNNER = "vllm.v1.core.sched.output", "vllm.v1.worker.gpu_model_runner"
+_V2 = "vllm.v1.worker.gpu.model_runner"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+_STEP = (
+    *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"),
+    "preempted_req_ids",
+)
+_NEW = ("req_id", "prompt_token_ids", "prompt_embeds", "block_ids", "num_computed_tokens")
+_CACHED = (
+    *("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"),
+)
+_LAYER = ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window")
+_LAYER += ("kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name")
+
+PLACES = (
+    Place(
+        "vllm.v1.attention.backends.registry",
+        "AttentionBackendEnum",
+        "names the backend CUSTOM, and that of a CPU, in whose place it stands for a while",
+        fields=("CUSTOM", "CPU_ATTN", "is_overridden", "get_path", "clear_override"),
+    ),
+    Place("vllm.v1.attention.backends.registry", "register_backend", "makes the backend known"),
+    Place(_BACKEND, "AttentionBackend", "is asked for the classes of a layer"),
+    Place(
+        _BACKEND,
+        "AttentionMetadataBuilder.build",
+        "opens the forward of a step",
+        ("common_prefix_len", "common_attn_metadata", "fast_build"),
+        alone=True,
+    ),
+    Place(
+        _BACKEND,
+        "CommonAttentionMetadata",
+        "says how many rows there are",
+        fields=("num_reqs", "num_actual_tokens"),
+    ),
+    Place(_BACKEND, "AttentionImpl.__init__", "has what a layer asks for", _LAYER),
+    Place(
+        "vllm.model_executor.layers.attention_layer_base",
+        "AttentionLayerBase",
+        "tells layers with a cache from others",
+    ),
+    Place(
+        _WORKER,
+        "Worker",
+        "is the base of workers",
+        fields=(
+            *("load_model", "get_kv_cache_spec", "determine_available_memory", "shutdown"),
+            *("initialize_from_config", "execute_model", "sample_tokens"),
+        ),
+    ),
+    Place("vllm.v1.worker.cpu_worker", "CPUWorker", "is that of a CPU", device="cpu"),
+    Place(
+        _WORKER,
+        "Worker",
+        "has the memory and the runner of a GPU",
+        fields=("requested_memory", "use_v2_model_runner", "compile_or_warm_up_model"),
+        device="cuda",
+    ),
+    Place(
+        _RUNNER,
+        "GPUModelRunner",
+        "names the requests of rows, and decides which steps are replayed, as runner V1",
+        fields=("input_batch", "_is_uniform_decode", "profile_run", "model_memory_usage"),
+    ),
+    Place(
+        _V2,
+        "sort_batch_req_ids",
+        "orders the rows of runner V2",
+        ("num_tokens_per_req", "decode_query_len"),
+        device="cuda",
+        alone=True,
+    ),
+    Place(
+        _V2,
+        "GPUModelRunner",
+        "is runner V2",
+        fields=("cudagraph_manager", "decode_query_len", "profile_run", "model_memory_usage"),
+        device="cuda",
+    ),
+    Place(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager.dispatch",
+        "decides which steps are replayed, for runner V2",
+        ("num_reqs", "num_tokens", "uniform_token_count"),
+        device="cuda",
+    ),
+    Place(_OUTPUT, "SchedulerOutput", "says what a step does", fields=_STEP),
+    Place(_OUTPUT, "NewRequestData", "has a request that begins", fields=_NEW),
+    Place(_OUTPUT, "CachedRequestData", "has those that go on", fields=_CACHED),
+    Place(
+        f"{_CONNECTOR}.base",
+        "KVConnectorBase_V1.get_num_new_matched_tokens",
+        "lets a request wait for pages that a step is to fill",
+        ("request", "num_computed_tokens"),
+        alone=True,
+    ),
+    Place(
+        f"{_CONNECTOR}.base",
+        "KVConnectorBase_V1",
+        "stands beside the scheduler",
+        fields=("update_state_after_alloc", "request_finished", "build_connector_meta"),
+    ),
+    Place(
+        f"{_CONNECTOR}.metrics",
+        "KVConnectorStats",
+        "carries counts to the front end",
+        fields=("aggregate", "reduce", "reset", "is_empty"),
+    ),
+    Place(f"{_CONNECTOR}.metrics", "KVConnectorPromMetrics.observe", "shows counts"),
+)
+"""All places; those of latent attention are vLLM's layers, which ``layers.py`` looks at."""
+
+
+def moved(device: str, places: Sequence[Place] | None = None) -> list[str]:
+    """Reasons against the version of vLLM that is installed: each place that is not as it was.
+
+    Args:
+        device: that vLLM runs on.
+        places: to look up; all of them by default.
+    """
+    return [
+        f"{place.path}, which {place.why}, {reason}: this version of vLLM has moved it"
+        for place in (PLACES if places is None else places)
+        if place.device in (None, device)
+        for reason in _lacks(place)
+    ]
+
+
+def _lacks(place: Place) -> Iterator[str]:
+    try:
+        found: Any = import_module(place.module)
+        for part in place.name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        yield f"is not there ({error})"
+        return
+    if place.parameters:
+        known = inspect.signature(found).parameters
+        if missing := [name for name in place.parameters if name not in known]:
+            yield f"takes no {', '.join(missing)}"
+        wanted = [name for name, each in known.items() if _is_wanted(each)]
+        if place.alone and (others := [n for n in wanted if n not in ("self", *place.parameters)]):
+            yield f"wants {', '.join(others)} too"
+    if missing := [name for name in place.fields if not _has(found, name)]:
+        yield f"has no {', '.join(missing)}"
+
+
+def _is_wanted(parameter: inspect.Parameter) -> bool:
+    many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return not many and parameter.default is parameter.empty
+
+
+def _has(kind: type, name: str) -> bool:
+    """Return True if a class has a name, or its instances get it: in its source, where else."""
+    annotated = [vars(each).get("__annotations__", {}) for each in kind.__mro__]
+    if hasattr(kind, name) or any(name in each for each in annotated):
+        return True
+    return any(f"self.{name}" in _source(each) for each in kind.__mro__)
+
+
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # builtins have none
+        return ""
+
+
+def table() -> str:
+    """The table of the README."""
+    rows = ["| place | what it does here | names of it |", "|---|---|---|"]
+    for place in PLACES:
+        names = ", ".join(f"`{name}`" for name in (*place.parameters, *place.fields))
+        rows.append(f"| `{place.path}` | {place.why} | {names} |")
+    return "\n".join(rows)
