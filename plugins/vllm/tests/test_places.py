@@ -53,7 +53,7 @@ def test_the_page_of_the_package_has_the_table():
 
 
 def test_all_are_where_they_were_in_the_version_that_runs(served):
-    """Those of a GPU too, but for the order of its rows, which wants drafts since 0.31."""
+    """Places of a GPU are too, but for the order of its rows, which wants drafts since 0.31."""
     assert moved("cpu") == []
     others = [place for place in places.PLACES if "sort_batch" not in place.name]
     assert moved("cuda", others) == []
