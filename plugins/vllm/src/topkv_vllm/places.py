@@ -82,7 +82,7 @@ PLACES = (
     Place(
         "vllm.model_executor.layers.attention_layer_base",
         "AttentionLayerBase",
-        "tells layers with a cache from others",
+        "is the base of layers with a cache",
     ),
     Place(
         _WORKER,
