@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import statistics
 import subprocess
 import sys
 from importlib.metadata import distributions, entry_points
@@ -20,13 +19,8 @@ UNDECLARED = {"vllm"}
 """Engines that pin a torch of their own, so that no environment here has them. Modules that need
 one import it, and are listed."""
 HEAVY = {"torch", "triton", "numpy", "transformers"}
-MILLISECONDS = 100.0
-TIMED = """
-import sys, time
-start, spent = time.perf_counter(), time.process_time()
-import topkv
-print(time.process_time() - spent, time.perf_counter() - start)
-"""
+MODULES = 200
+"""Modules that ``import topkv`` may bring, on any machine; it brings 166."""
 
 
 def fail(reason: str) -> None:
@@ -115,20 +109,18 @@ def _imports(name: str) -> bool:
     return True
 
 
-def check_time(name: str) -> None:
-    """Check that ``import topkv`` is fast, by median CPU time: other processes do not count."""
-    runs = []
-    for _ in range(9):
-        command = [sys.executable, "-P", "-c", TIMED]
-        reported = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        runs.append([1000 * float(part) for part in reported.split()])
-    spent, wall = (statistics.median(column) for column in zip(*runs, strict=True))
-    reported = (
-        f"import topkv: {spent:.0f} ms of CPU, {wall:.0f} ms of time (medians of {len(runs)})"
-    )
-    if spent > MILLISECONDS:
-        fail(f"{reported}; at most {MILLISECONDS:.0f} ms of CPU are allowed: see -X importtime")
-    print(reported)
+def check_light(name: str) -> None:
+    """Check that ``import topkv`` brings few modules: how long it takes depends on the machine."""
+    counts = [len(_modules_after(code)) for code in ("pass", f"import {name}")]
+    brought = counts[1] - counts[0]
+    if brought > MODULES:
+        fail(f"import {name} brings {brought} modules; at most {MODULES} are allowed")
+    print(f"import {name}: {brought} modules")
+
+
+def _modules_after(code: str) -> list[str]:
+    command = [sys.executable, "-P", "-c", f"{code}; import sys; print(*sys.modules)"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 def check_refused(name: str) -> None:
@@ -146,6 +138,9 @@ def check_refused(name: str) -> None:
 
 
 if __name__ == "__main__":
-    {"alone": check_alone, "modules": check_modules, "time": check_time, "refused": check_refused}[
-        sys.argv[1]
-    ](*sys.argv[2:])
+    {
+        "alone": check_alone,
+        "modules": check_modules,
+        "light": check_light,
+        "refused": check_refused,
+    }[sys.argv[1]](*sys.argv[2:])

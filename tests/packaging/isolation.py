@@ -163,7 +163,7 @@ class Isolation:
         modules = [each.module for each in self.packages if self.wheels[each.name] in there]
         log.look("alone", environment.call, INSIDE, "alone", package.module, *modules)
         if package.name == "topkv":
-            log.look("time", environment.call, INSIDE, "time", package.module)
+            log.look("light", environment.call, INSIDE, "light", package.module)
         environment.add(TOOLS)
         log.look("install with extras", self.install, environment, wheels, "*")
         log.look("modules", environment.call, INSIDE, "modules", package.module)
