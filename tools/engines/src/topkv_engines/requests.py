@@ -99,6 +99,8 @@ class Requests(ABC):
 
     def _take_back(self) -> None:
         """Take back the drafts that were rejected since: tokens that the engine counts no more."""
+        if self.coordinator.config.max_queries == 1:
+            return  # nothing was drafted
         lengths = {self.held[name].slot: self.computed[name] for name in self.tokens}
         lengths = {
             slot: count
