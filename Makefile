@@ -77,11 +77,10 @@ newest: dist
 	$(BIN)/python -m tests.packaging.newest $(ARGS)
 
 # Hours, at night and before a release: many more examples and longer histories, with seeds that differ
-# from night to night, training recipes, and two older vLLM that are served.
+# from night to night, training recipes, and an older vLLM that is served.
 test-nightly: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=nightly $(INTERPRET) --dist worksteal -m 'not gpu' $(ARGS)
 	VLLM=0.31.0 $(MAKE) test-vllm
-	VLLM=0.27.1 $(MAKE) test-vllm
 
 # On a machine with a CUDA device, with the packages installed.
 test-gpu:

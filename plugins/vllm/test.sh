@@ -3,7 +3,7 @@
 # its own: a folder, build/vllm by default. Needs Python 3.11 or newer; takes minutes and 3.5 GB once.
 #   plugins/vllm/test.sh [pytest arguments]
 #   VLLM_VENV=FOLDER PYTHON=python3.11 TORCH_INDEX=URL plugins/vllm/test.sh -k preemption
-#   VLLM=0.27.1 plugins/vllm/test.sh, another version beside the first one, with what that has brought
+#   VLLM=0.31.0 plugins/vllm/test.sh, another version beside the first one, with what that has brought
 # TORCH_INDEX: a further package index, of CPU builds of torch, https://download.pytorch.org/whl/cpu say.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

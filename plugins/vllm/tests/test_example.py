@@ -52,10 +52,7 @@ def test_vllm_knows_all_that_is_passed_on():
     if not installed():
         pytest.skip("vLLM is not installed; plugins/vllm/test.sh")
 
-    try:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ModuleNotFoundError:  # vLLM 0.27
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     known = make_arg_parser(FlexibleArgumentParser()).parse_args(started()[3:])

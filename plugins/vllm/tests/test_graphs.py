@@ -9,6 +9,7 @@ import sys
 import pytest
 from triton.runtime.jit import JITFunction
 
+from plugins.vllm.tests.test_drafts import QUERIES, SEVERAL, repeating
 from topkv_testing.integrity import check_integrity
 
 LONGEST = 512
@@ -49,6 +50,20 @@ def test_steps_that_decode_are_replayed_and_no_others(served, stock, graphs, pro
     assert rows == [1, 1, 2, 2, 4, 4, 1, 1, 1]
     got = [[engine.tokens[f"replayed-{number}"][0]] for number in range(3)]
     assert got == stock.answer(prompts, tokens)
+    engine.check_nothing_is_held()
+
+
+@pytest.mark.gpu
+def test_steps_that_verify_drafts_are_replayed(served, stock, graphs, prompt):
+    """Graphs are of requests with their drafts; model runner V2 drafts for each of them."""
+    if not graphs:
+        pytest.skip("there are none")
+    engine = served(fresh=True, **SEVERAL)
+    rows = replays(engine)
+    prompts, tokens = [repeating(prompt, n, n, 7) for n in (50, 90, 33)], [40, 20, 60]
+    assert engine.answer(prompts, tokens) == stock.answer(prompts, tokens)
+    assert len(rows) > 20
+    assert {*rows} <= {QUERIES, 2 * QUERIES, 4 * QUERIES}
     engine.check_nothing_is_held()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from tools.engines.tests.steps import CHUNK, lowered
@@ -36,6 +35,7 @@ def test_what_a_request_had_when_it_was_preempted_is_prompt():
         scheduled_new_reqs=[resumed],
         scheduled_cached_reqs=cached,
         num_scheduled_tokens={"1": CHUNK},
+        scheduled_spec_decode_tokens={},
     )
     requests.schedule(step)
     assert requests.held["1"].prefill == CHUNK + 1
@@ -63,28 +63,23 @@ def test_a_layer_leaves_nothing_undefined_behind_the_rows(served):
 
 
 def test_a_step_with_a_prompt_of_one_token_is_not_replayed(served, prompt, monkeypatch):
-    """Model runner V1 asks ``_is_uniform_decode`` before it takes a graph; here it is the runner
-    of a CPU, which has none. For V2 ``test_graphs.py`` looks at replays."""
+    """A manager of graphs does not learn that rows are uniform while one is a prompt's. Here no
+    step is replayed; on a GPU ``test_graphs.py`` looks at those that are."""
     from topkv_vllm import gpu_worker
 
     engine, asked = served(), []
-    (runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)
-    if not hasattr(runner, "_is_uniform_decode"):
-        pytest.skip("this is model runner V2")
-    own = runner._is_uniform_decode
-    monkeypatch.setattr(runner, "_is_uniform_decode", own)
-    gpu_worker._guard_v1(runner, engine.session)
-    guarded = runner._is_uniform_decode
+    session, forward = engine.session, engine.session.forward
+    manager = SimpleNamespace(dispatch=lambda reqs, tokens, uniform: uniform)
+    gpu_worker._guard(manager, session)
 
-    def watched(**batch):
-        asked.append((own(**batch), guarded(**batch)))
-        return asked[-1][1]
+    def watched(count, tokens):
+        asked.append(manager.dispatch(count, tokens, 1))
+        return forward(count, tokens)
 
-    runner._is_uniform_decode = watched
+    monkeypatch.setattr(session, "forward", watched)
     engine.add("beside", prompt(50), 4)
     engine.steps(2)
     engine.add("of-one-token", prompt(1), 4)
     engine.run()
-    assert asked[:4] == [(False, False), (True, True), (True, False), (True, True)]
-    assert all(map(all, asked[3:]))
+    assert asked == [None, 1, None, 1, 1, 1]
     engine.check_nothing_is_held()

@@ -51,6 +51,7 @@ def asked(engine, name, prompt, tokens=8):
 def test_prompts_that_begin_like_others(cached, stock, stock_cached, prompt):
     """The first prompt comes again, with another suffix, cut at the end of a page, and longer."""
     engine, base = cached(), prompt(160)
+    assert stock_cached.engine.reset_prefix_cache()
     prompts = [base, base, base[:130] + prompt(60, 1), base[:96], base + prompt(200, 2)]
     expected = [tokens for (tokens,) in stock.answer(prompts, 8)]
     for served in (engine, stock_cached):

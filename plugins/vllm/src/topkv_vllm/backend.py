@@ -45,9 +45,7 @@ class TopkvMetadataBuilder(AttentionMetadataBuilder[TopkvMetadata]):
     """
 
     reorder_batch_threshold: int | None = 1
-    _cudagraph_support: ClassVar[AttentionCGSupport] = (
-        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    )
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -165,24 +163,5 @@ class TopkvBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the placeholder of vLLM 0.32, which asks for it: one element a token."""
+        """Return the placeholder: one element a token."""
         return replace(spec, num_head_slots=1, state_content_bytes=spec.dtype.itemsize)
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """See ``AttentionBackend``; vLLM 0.27 asks for the shape of placeholders."""
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)
-
-
-def placeholder(spec: Any) -> Any:
-    """Make the placeholder of vLLM 0.26 and 0.27, where a backend has no say.
-
-    Each token has one element of keys, and one of values, where there are values.
-    """
-    return replace(spec, num_kv_heads=1, head_size=1, head_size_v=1)

@@ -22,7 +22,7 @@ class TopkvCPUWorker(TopkvWorker, CPUWorker):
             super().load_model(**options)
 
     def _prepare(self) -> None:
-        if getattr(self, "_should_warm_up_model", lambda: True)():  # not in vLLM 0.27
+        if self._should_warm_up_model():
             self.model_runner.warming_up_model()
 
 

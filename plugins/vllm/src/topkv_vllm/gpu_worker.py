@@ -1,4 +1,4 @@
-"""The worker of a GPU, with either of vLLM's model runners, eager or with CUDA graphs.
+"""The worker of a GPU, with vLLM's model runner V2, eager or with CUDA graphs.
 
 A graph of vLLM's holds the layers of a decode step of some number of rows, from the embedding to
 the last layer, whose units it offloads too. What changes from step to step is uploaded before,
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from triton import knobs
+from vllm.config import set_current_vllm_config
+from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 
 from topkv_engines.memory import check_device
 from topkv_engines.session import Session
@@ -23,13 +25,10 @@ class TopkvGPUWorker(TopkvWorker):
     """See ``TopkvWorker``."""
 
     def _row_names(self) -> Sequence[str]:
-        if not self.use_v2_model_runner:
-            return super()._row_names()
-        from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
-
-        assert self.session.requests is not None, "a step is open"
-        tokens = self.session.requests.tokens
-        return sort_batch_req_ids(tokens, self.model_runner.decode_query_len)  # type: ignore[no-any-return]
+        requests: Any = self.session.requests
+        return sort_batch_req_ids(  # type: ignore[no-any-return]
+            requests.tokens, requests.drafted, self.model_runner.decode_query_len
+        )
 
     def _prepare(self) -> None:
         """Run a step without attention, which takes the memory that activations need, and see
@@ -40,7 +39,7 @@ class TopkvGPUWorker(TopkvWorker):
         """
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with torch.inference_mode():
+        with set_current_vllm_config(self.vllm_config), torch.inference_mode():
             self.model_runner.profile_run()
         peak = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
@@ -63,10 +62,7 @@ class TopkvGPUWorker(TopkvWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the coordinator and what vLLM keeps, see ``TopkvWorker``."""
         super().initialize_from_config(kv_cache_config)
-        if self.use_v2_model_runner:
-            _guard_v2(self.model_runner.cudagraph_manager, self.session)
-        else:
-            _guard_v1(self.model_runner, self.session)
+        _guard(self.model_runner.cudagraph_manager, self.session)
 
 
 def _watch_no_kernels() -> None:
@@ -77,17 +73,11 @@ def _watch_no_kernels() -> None:
         knobs.runtime.jit_post_compile_hook = None
 
 
-def _guard_v2(manager: Any, session: Session) -> None:
-    """Let no step with a prompt be replayed, whatever its tokens: here model runner V2 chooses."""
+def _guard(manager: Any, session: Session) -> None:
+    """Let no step with a prompt be replayed, whatever its tokens."""
     dispatch = manager.dispatch
 
     def guarded(reqs: int, tokens: int, uniform: int | None, *more: Any, **named: Any) -> Any:
         return dispatch(reqs, tokens, None if session.prompts() else uniform, *more, **named)
 
     manager.dispatch = guarded
-
-
-def _guard_v1(runner: Any, session: Session) -> None:
-    """Let no step with a prompt be replayed where model runner V1 chooses."""
-    uniform = runner._is_uniform_decode
-    runner._is_uniform_decode = lambda **batch: uniform(**batch) and not session.prompts()

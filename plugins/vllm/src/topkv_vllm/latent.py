@@ -39,6 +39,7 @@ class LatentImpl(TopkvImpl):
     """
 
     is_sparse = True
+    supports_dense_mha_prefill = False  # or vLLM would make a backend for prompts
     dcp_world_size = 1
     index: Index | None = None
 
@@ -74,7 +75,7 @@ class LatentImpl(TopkvImpl):
         self.value_dim, self.indexer = kv_lora_rank, indexer
 
     def record_logical_topk_ready(self) -> None:
-        """Do nothing: vLLM 0.32 says that a selection is in its buffer; here none is."""
+        """Do nothing: vLLM says that a selection is in its buffer; here none is."""
 
 
 class LatentBackend(TopkvBackend):
@@ -101,17 +102,6 @@ class LatentBackend(TopkvBackend):
         one group."""
         return replace(super().customize_spec(spec), is_index_group_leader=False)
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """See ``AttentionBackend``; vLLM 0.26 asks for placeholders, which have no values."""
-        return (num_blocks, block_size, head_size)
-
 
 @contextmanager
 def latent_backend() -> Iterator[None]:
@@ -137,6 +127,9 @@ def without_index_caches(layers: dict[str, Any]) -> None:
 
 def attend_here(layer: Any) -> None:
     """Let a layer of vLLM's, whose weights are loaded, attend here."""
+    if hasattr(layer, "o_proj"):  # the model's whole layer, as vLLM has it on a GPU
+        layer.forward = partial(_attend_whole, layer)
+        return
     layer.forward = partial(_attend, layer)
     if layer.impl.indexer is not None:
         layer.impl.indexer.forward = partial(_project, layer.impl)
@@ -172,6 +165,28 @@ def _project(impl: LatentImpl, hidden: Tensor, qr: Tensor, positions: Tensor, ro
     q = torch.cat([q_rope.view(-1, heads, turned), q[..., turned:]], dim=-1)
     k = torch.cat([k_rope.view(-1, turned), k[:, turned:]], dim=-1)
     impl.index = Index(q, k, weights.float() * (heads**-0.5 * indexer.softmax_scale))
+
+
+def _attend_whole(layer: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    """Run the ``forward`` of a layer of latent attention with its projections.
+
+    Args:
+        layer: vLLM's ``DeepseekV32Attention``.
+        positions: ``[tokens]``.
+        hidden_states: ``[tokens, hidden]``.
+
+    Returns:
+        ``[tokens, hidden]``, of the heads of this rank.
+    """
+    sizes = [layer.q_lora_rank, layer.kv_lora_rank, layer.qk_rope_head_dim]
+    qr, latent, k_rope = layer.fused_qkv_a_proj(hidden_states)[0].split(sizes, dim=-1)
+    qr, latent = layer.q_a_layernorm(qr), layer.kv_a_layernorm(latent)
+    q = layer.q_b_proj(qr)[0].view(-1, layer.num_heads, layer.qk_head_dim)
+    turned = q[..., layer.qk_nope_head_dim :]
+    q[..., layer.qk_nope_head_dim :], k_rope = layer.rotary_emb(positions, turned, k_rope[:, None])
+    if layer.impl.indexer is not None:
+        _project(layer.impl, hidden_states, qr, positions, layer.indexer_rope_emb)
+    return layer.o_proj(_attend(layer, q, latent, k_rope))[0]  # type: ignore[no-any-return]
 
 
 def _attend(

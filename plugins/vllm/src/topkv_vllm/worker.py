@@ -13,14 +13,12 @@ from typing import Any
 
 import vllm
 from attrs import evolve
-from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.worker.gpu_worker import Worker
 
 from topkv import SparseConfig
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ConfigError
 from topkv_engines.session import Session
-from topkv_vllm.backend import placeholder
 from topkv_vllm.geometry import lowered_for
 from topkv_vllm.latent import (
     LatentBackend,
@@ -84,11 +82,9 @@ class TopkvWorker(Worker):
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return what vLLM allocates for each layer, which is a placeholder."""
         specs: dict[str, Any] = super().get_kv_cache_spec()
-        if hasattr(AttentionBackend, "customize_spec"):
-            if not self.vllm_config.model_config.use_mla:  # vLLM asked the backend
-                return specs
-            return {name: LatentBackend.customize_spec(spec) for name, spec in specs.items()}
-        return {name: placeholder(spec) for name, spec in specs.items()}
+        if not self.vllm_config.model_config.use_mla:  # vLLM asked the backend
+            return specs
+        return {name: LatentBackend.customize_spec(spec) for name, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
         """Return as many bytes as make vLLM's block pool, of placeholders, as large as the host

@@ -54,8 +54,10 @@ class Session:
 
     def warm_up(self) -> None:
         """Compile kernels now, see ``topkv_engines.warm``; counts of that are not reported."""
+        assert self.requests is not None, "allocated"
         assert self.counts is not None, "allocated"
         with torch.inference_mode():
+            self.requests.abort()  # padding that a dummy run has left
             warm_up(self.coordinator)
         self.counts.take()
 
