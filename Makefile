@@ -80,16 +80,18 @@ newest: dist
 # from night to night, training recipes, and an older vLLM that is served.
 test-nightly: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=nightly $(INTERPRET) --dist worksteal -m 'not gpu' $(ARGS)
-	VLLM=0.31.0 $(MAKE) test-vllm
+	$(MAKE) test-vllm VLLM_TESTS=
+	VLLM=0.31.0 $(MAKE) test-vllm VLLM_TESTS=
 
 # On a machine with a CUDA device, with the packages installed.
 test-gpu:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 6 --dist worksteal -m gpu $(ARGS)
 
 # Of topkv-vllm, beside stock vLLM on a CPU, with the newest version that it takes or VLLM=VERSION, in an
-# environment of their own: build/vllm, 4 GB.
+# environment of their own: build/vllm, 4 GB. VLLM_TESTS= for those of the night too.
+test-vllm: VLLM_TESTS = -m 'not nightly'
 test-vllm:
-	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) plugins/vllm/test.sh $(ARGS)
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) plugins/vllm/test.sh $(VLLM_TESTS) $(ARGS)
 
 # What builds and checks distributions, beside what runs tests.
 $(VENV)/.packaging: $(VENV)/.installed

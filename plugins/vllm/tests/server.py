@@ -73,13 +73,14 @@ class Server:
                 time.sleep(0.2)
         raise AssertionError(self.said())
 
-    def metrics(self):
-        """Sums of what it shows to Prometheus, by name."""
+    def metrics(self, label=""):
+        """Sums of what it shows to Prometheus, by name; with a label alone if one is given."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         sums = {}
-        for name, value in re.findall(r"^([\w:]+)(?:\{.*\})? (\S+)$", text, re.MULTILINE):
-            sums[name] = sums.get(name, 0.0) + float(value)
+        for name, labels, value in re.findall(r"^([\w:]+)(\{.*\})? (\S+)$", text, re.MULTILINE):
+            if label in labels:
+                sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
     def wait_until_nothing_is_held(self, seconds=60):
@@ -105,7 +106,7 @@ def ready(options, log):
         server.kill()
 
 
-def serving(model, folder, longest, chunk):
+def serving(model, folder, longest, chunk, *more):
     """A server that is ready, and selects all tokens of requests.
 
     Args:
@@ -113,6 +114,7 @@ def serving(model, folder, longest, chunk):
         folder: of its log.
         longest: tokens of a request.
         chunk: tokens of a step.
+        more: options of vLLM.
     """
     options = [str(model), "--algorithm", "quest", "--backend", "triton_attention"]
     options += ["--budget", str(longest), "--set", "dense_layers=[]"]
@@ -120,7 +122,7 @@ def serving(model, folder, longest, chunk):
     options += ["--block-size", str(PAGE), "--dtype", "float32", "--enforce-eager"]
     options += ["--max-model-len", str(longest), "--max-num-batched-tokens", str(chunk)]
     # Without a time for shutdown vLLM may leave open streams waiting for an engine that is gone.
-    options += ["--served-model-name", "tiny", "--shutdown-timeout", "60"]
+    options += ["--served-model-name", "tiny", "--shutdown-timeout", "60", *more]
     return ready(options, folder / "log")
 
 

@@ -133,3 +133,14 @@ def test_adapters(prefixes, drafts, served, stock_lora, adapters, prompt, monkey
     assert len({*map(tuple, tokens[1])}) == 3
     assert found == [0, 0, 0, *[64 * prefixes] * 3], "blocks of another adapter are not found"
     engine.check_nothing_is_held()
+
+
+def test_a_kv_cache_dtype_of_8_bits_is_that_of_the_host_pool(served, prompt):
+    """Rows that are read from the host pool are the same by either name."""
+    small, prompts = {"budget": 64, "unit": 8}, [prompt(length) for length in (200, 33, 120)]
+    engine = served(small, kv_cache_dtype="fp8")
+    assert engine.session.coordinator.config.host_format == "fp8"
+    named = served({**small, "host_format": "fp8"})
+    assert engine.answer(prompts, 30) == named.answer(prompts, 30)
+    assert engine.session.coordinator.transfers_of().misses
+    engine.check_nothing_is_held()

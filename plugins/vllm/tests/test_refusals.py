@@ -29,24 +29,31 @@ def test_options_are_refused_together(served):
     reasons = refused(
         served,
         "not supported: prefix caching beside scheduling by priority",
-        "kv_cache_dtype fp8",
+        "kv_cache_dtype fp8_e5m2; say auto or fp8",
         enable_prefix_caching=True,
         scheduling_policy="priority",
-        kv_cache_dtype="fp8",
+        kv_cache_dtype="fp8_e5m2",
     )
     assert len(reasons) == 2
 
 
 def test_prefixes_and_storages_of_topkv_are_refused_beside_options(model, version):
     """Settings are refused by name, with advice, and before a worker is there to load weights."""
-    config = configured(model, kv_cache_dtype="fp8")
+    config = configured(model, kv_cache_dtype="fp8_e5m2")
     config.additional_config["topkv"] |= {"pages": "prefixes"}
     with pytest.raises(CapabilityError, match="cannot serve this through topkv") as caught:
         check(config, version)
     dtype, pages = caught.value.reasons
-    assert "kv_cache_dtype fp8" in dtype
+    assert "kv_cache_dtype fp8_e5m2" in dtype
     assert pages.startswith("pages: the engine gives them out")
     assert "say enable_prefix_caching=True" in pages
+
+
+def test_a_host_format_beside_another_one_by_kv_cache_dtype_is_refused(model, version):
+    config = configured(model, kv_cache_dtype="fp8")
+    config.additional_config["topkv"] |= {"host_format": "model"}
+    with pytest.raises(CapabilityError, match="'model' here and 'fp8' by kv_cache_dtype"):
+        check(config, version)
 
 
 def test_a_pool_smaller_than_a_request_is_refused_with_both_numbers(served):

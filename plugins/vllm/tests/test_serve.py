@@ -127,6 +127,19 @@ def test_clients_stream_and_a_third_goes_away(kind, clients, server, stock, mode
     assert metrics["vllm:topkv_pages"] >= 4 * LONGEST // PAGE
 
 
+@pytest.mark.nightly
+def test_two_replicas_share_the_clients(stock, model, tmp_path, prompt):
+    """Each replica has an engine, a host pool and metrics of its own."""
+    prompts = [prompt(length, number) for number, length in enumerate((5, 200, 97, 33) * 4)]
+    expected = [tokens for (tokens,) in stock.answer(prompts, 24)]
+    replicas = ("--data-parallel-size", "2")
+    with serving(model, tmp_path, LONGEST, CHUNK, *replicas) as server:
+        assert stream_all(server, prompts, 24) == expected
+        server.wait_until_nothing_is_held()
+        for engine in "01":
+            assert server.metrics(f'engine="{engine}"')["vllm:topkv_hits_total"] > 0
+
+
 def test_a_client_disconnects_in_the_middle(server, stock, prompt):
     """The client goes without a word, in the middle of a stream, or while its prompt is read."""
     before = server.metrics()["vllm:generation_tokens_total"]

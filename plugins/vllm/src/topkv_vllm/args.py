@@ -28,6 +28,9 @@ CONNECTOR = {
 }
 """Connector beside vLLM's scheduler, see ``topkv_vllm.connector``; it transfers nothing."""
 
+EIGHT_BITS = ("fp8", "fp8_e4m3")
+"""Values of vLLM's ``kv_cache_dtype`` that are ``host_format: fp8`` of topkv."""
+
 OWNED = {
     "max_requests": "max_num_seqs",
     "page_tokens": "block_size",

@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import (
 
 from topkv.errors import CapabilityError
 from topkv_engines.session import Session
+from topkv_vllm.args import EIGHT_BITS
 
 
 @define
@@ -70,7 +71,7 @@ class TopkvImpl(AttentionImpl[TopkvMetadata]):
 
     Args:
         num_heads, head_size, scale, num_kv_heads: its geometry.
-        kv_cache_dtype: must be ``"auto"``.
+        kv_cache_dtype: ``"auto"``, or what topkv's host format keeps.
         others: what this package refuses, unless it is left out.
 
     Attributes:
@@ -104,7 +105,7 @@ class TopkvImpl(AttentionImpl[TopkvMetadata]):
         refused = {
             "ALiBi slopes": alibi_slopes,
             f"a sliding window of {sliding_window} tokens": sliding_window,
-            f"kv_cache_dtype {kv_cache_dtype!r}": kv_cache_dtype != "auto",
+            f"kv_cache_dtype {kv_cache_dtype!r}": kv_cache_dtype not in ("auto", *EIGHT_BITS),
             f"a softcap of {logits_soft_cap}": logits_soft_cap,
             f"attention of type {attn_type!r}": attn_type != AttentionType.DECODER,
             "keys and values of another layer": kv_sharing_target_layer_name,
@@ -144,7 +145,7 @@ class TopkvBackend(AttentionBackend):
     """Answers to the questions of vLLM before it makes layers."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *EIGHT_BITS]
 
     @staticmethod
     def get_name() -> str:

@@ -11,6 +11,7 @@ from topkv import SparseConfig
 from topkv.config import LoweredConfig, lower
 from topkv.plugins import registry
 from topkv.types import IndexerShape, ModelShape
+from topkv_vllm.args import EIGHT_BITS
 
 
 def shape_of_config(vllm_config: Any) -> ModelShape:
@@ -49,6 +50,11 @@ def drafts_of(vllm_config: Any) -> int:
     return int(speculative.num_speculative_tokens) if speculative else 0
 
 
+def host_format_of(vllm_config: Any) -> dict[str, str]:
+    """The setting that a ``kv_cache_dtype`` of vLLM becomes; none where it says nothing."""
+    return {"host_format": "fp8"} if vllm_config.cache_config.cache_dtype in EIGHT_BITS else {}
+
+
 def lowered_for(vllm_config: Any, settings: SparseConfig, shape: ModelShape) -> LoweredConfig:
     """The complete configuration: the user's, with what vLLM decides.
 
@@ -63,6 +69,7 @@ def lowered_for(vllm_config: Any, settings: SparseConfig, shape: ModelShape) -> 
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_request_tokens=longest,
         max_queries=1 + drafts_of(vllm_config),
+        **host_format_of(vllm_config),
     )
     return lower(
         settings,

