@@ -6,12 +6,15 @@ so that its block pool can be as large as the host pool is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from attrs import define
 from torch import Tensor
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -21,6 +24,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from topkv.errors import CapabilityError
 from topkv_engines.session import Session
@@ -166,3 +170,25 @@ class TopkvBackend(AttentionBackend):
     def customize_spec(cls, spec: Any) -> Any:
         """Return the placeholder: one element a token."""
         return replace(spec, num_head_slots=1, state_content_bytes=spec.dtype.itemsize)
+
+
+@contextmanager
+def chosen(backend: type[AttentionBackend]) -> Iterator[None]:
+    """Have vLLM's platform name a backend where ``CUSTOM`` is asked for, while layers are made: a
+    CPU has no other than its own. Layers with windows, and those of a drafter, which asks for
+    another backend, get what vLLM chooses itself.
+    """
+    stock = current_platform.get_attn_backend_cls
+
+    def choose(asked: Any, attn_selector_config: Any, **more: Any) -> Any:
+        if asked is not AttentionBackendEnum.CUSTOM:
+            return stock(asked, attn_selector_config, **more)
+        if attn_selector_config.has_sliding_window:
+            return stock(None, attn_selector_config, **more)
+        return f"{backend.__module__}.{backend.__qualname__}"
+
+    current_platform.get_attn_backend_cls = choose
+    try:
+        yield
+    finally:
+        del current_platform.get_attn_backend_cls

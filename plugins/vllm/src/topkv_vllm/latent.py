@@ -9,8 +9,6 @@ the algorithm keeps, nor its top-k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.platforms import current_platform
 
 from topkv.types import Index, IndexerShape
 from topkv_vllm.backend import TopkvBackend, TopkvImpl
@@ -101,17 +98,6 @@ class LatentBackend(TopkvBackend):
         """Return the placeholder, the same for all layers, with an indexer or without: they share
         one group."""
         return replace(super().customize_spec(spec), is_index_group_leader=False)
-
-
-@contextmanager
-def latent_backend() -> Iterator[None]:
-    """Have vLLM's platform name ``LatentBackend`` while layers of latent attention are made."""
-    name = f"{LatentBackend.__module__}.{LatentBackend.__qualname__}"
-    current_platform.get_attn_backend_cls = lambda *_, **__: name
-    try:
-        yield
-    finally:
-        del current_platform.get_attn_backend_cls
 
 
 def without_index_caches(layers: dict[str, Any]) -> None:

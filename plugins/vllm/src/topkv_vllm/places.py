@@ -60,10 +60,22 @@ PLACES = (
     Place(
         "vllm.v1.attention.backends.registry",
         "AttentionBackendEnum",
-        "names the backend CUSTOM, and that of a CPU, in whose place it stands for a while",
-        fields=("CUSTOM", "CPU_ATTN", "is_overridden", "get_path", "clear_override"),
+        "names the backend CUSTOM",
+        fields=("CUSTOM", "is_overridden"),
     ),
     Place("vllm.v1.attention.backends.registry", "register_backend", "makes the backend known"),
+    Place(
+        "vllm.platforms.interface",
+        "Platform.get_attn_backend_cls",
+        "chooses the backend of a layer",
+        ("attn_selector_config",),
+    ),
+    Place(
+        "vllm.v1.attention.selector",
+        "AttentionSelectorConfig",
+        "says which layers have windows",
+        fields=("has_sliding_window",),
+    ),
     Place(_BACKEND, "AttentionBackend", "is asked for the classes of a layer"),
     Place(
         _BACKEND,

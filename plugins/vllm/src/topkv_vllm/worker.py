@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
@@ -19,11 +18,11 @@ from topkv import SparseConfig
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ConfigError
 from topkv_engines.session import Session
+from topkv_vllm.backend import TopkvBackend, chosen
 from topkv_vllm.geometry import lowered_for
 from topkv_vllm.latent import (
     LatentBackend,
     attend_here,
-    latent_backend,
     without_index_caches,
 )
 from topkv_vllm.layers import attention_layers, shape_of_layers
@@ -65,7 +64,7 @@ class TopkvWorker(Worker):
         """Load the model, whose layers then know the session, and find its geometry."""
         config = self.vllm_config
         latent = config.model_config.use_mla
-        with latent_backend() if latent else nullcontext():
+        with chosen(LatentBackend if latent else TopkvBackend):
             super().load_model(**options)
         if latent:
             without_index_caches(config.compilation_config.static_forward_context)
