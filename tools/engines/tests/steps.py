@@ -68,6 +68,7 @@ class Engine:
         pads: requests of padding behind the others, in steps that only decode, and of each as many
             tokens.
         order: puts the names of a step's requests into the order of their rows.
+        sinks: ``[H]`` of all layers; None for layers without.
         changes: of settings.
 
     Attributes:
@@ -75,8 +76,8 @@ class Engine:
         computed: tokens of each request.
     """
 
-    def __init__(self, pads=0, order=list, **changes):
-        self.pads, self.order = pads, order
+    def __init__(self, pads=0, order=list, sinks=None, **changes):
+        self.pads, self.order, self.sinks = pads, order, sinks
         self.session = Session(lambda: self.names, Plain)
         self.session.allocate(lowered(**changes))
         self.computed, self.rows, self.random = {}, {}, torch.Generator().manual_seed(0)
@@ -121,7 +122,7 @@ class Engine:
                 for each, h in enumerate((4, 2, 2))
             )
             out = torch.full_like(q, torch.nan)
-            self.session.attend(layer, q, k, v, out)
+            self.session.attend(layer, q, k, v, out, sinks=self.sinks)
             assert out.isfinite().all(), "of padding too"
             parts = out.split([*(tokens[name] for name in names), pads])
             for name, part in zip(names, parts, strict=False):
@@ -148,7 +149,11 @@ class Engine:
             k, v = (each.repeat_interleave(2, 1) for each in (k, v))
             logits = torch.einsum("qhd,khd->hqk", q, k) * SHAPE.scale
             later = torch.ones(logits.shape[1:]).triu(1).bool()
-            shares = logits.masked_fill(later, -torch.inf).softmax(-1)
+            logits = logits.masked_fill(later, -torch.inf)
+            if self.sinks is not None:
+                sunk = self.sinks.double()[:, None, None].expand(-1, len(q), 1)
+                logits = torch.cat([sunk, logits], dim=-1)
+            shares = logits.softmax(-1)[..., -len(k) :]
             expected = torch.einsum("hqk,khd->qhd", shares, v)
             worst = max(worst, float((out - expected).abs().max()))
         return worst

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ def live(draw):
     engine = Engine(
         pads=draw.randrange(2),
         order=shuffled,
+        sinks=draw.choice([None, torch.tensor([1.0, -1.0, 2.0, 0.0])]),
         max_queries=QUERIES,
         verification=verification,
         **COVERED,

@@ -134,6 +134,14 @@ MUTANTS = {
         *(Requests.close, "not forward.chunks", "True"),
         *(tests.test_units_that_steps_fill_are_on_the_host, 0),
     ),
+    "sinks are left out where rows have an order of their own": (
+        *(Session.attend, ", sinks=sinks)", ")"),
+        *(drafts.test_drafts_are_attended_to_and_taken_back,),
+    ),
+    "sinks are left out": (
+        *(Session.attend, "index, out, sinks)", "index, out)"),
+        *(drafts.test_drafts_are_attended_to_and_taken_back,),
+    ),
     "a rejected draft stays": (
         *(Requests._take_back, "if lengths:", "if False:"),
         *(drafts.test_drafts_are_attended_to_and_taken_back,),

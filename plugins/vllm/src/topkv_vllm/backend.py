@@ -76,6 +76,7 @@ class TopkvImpl(AttentionImpl[TopkvMetadata]):
     Args:
         num_heads, head_size, scale, num_kv_heads: its geometry.
         kv_cache_dtype: ``"auto"``, or what topkv's host format keeps.
+        sinks: ``[H]`` logits without a value that take part in each softmax; those of gpt-oss.
         others: what this package refuses, unless it is left out.
 
     Attributes:
@@ -101,11 +102,12 @@ class TopkvImpl(AttentionImpl[TopkvMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
         **others: Any,
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
         refused = {
             "ALiBi slopes": alibi_slopes,
             f"a sliding window of {sliding_window} tokens": sliding_window,
@@ -141,7 +143,7 @@ class TopkvImpl(AttentionImpl[TopkvMetadata]):
         output[rows:].zero_()
         if rows and self.session:
             q, k, v = query[:rows], key[:rows], value[:rows]
-            self.session.attend(self.number, q, k, v, output[:rows])
+            self.session.attend(self.number, q, k, v, output[:rows], sinks=self.sinks)
         return output
 
 

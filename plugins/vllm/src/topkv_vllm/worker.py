@@ -71,6 +71,8 @@ class TopkvWorker(Worker):
         layers = attention_layers(config)
         for number, layer in enumerate(layers):
             layer.impl.session, layer.impl.number = self.session, number
+            if layer.impl.sinks is not None:  # loaded by now
+                layer.impl.sinks = layer.impl.sinks.detach().float()
             if latent:
                 attend_here(layer)
         settings = SparseConfig.load(config.additional_config["topkv"])

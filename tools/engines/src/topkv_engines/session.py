@@ -120,6 +120,7 @@ class Session:
         v: Tensor,
         out: Tensor | None = None,
         index: Index | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend one layer of an open forward, see ``SparseCoordinator.attention``.
 
@@ -129,11 +130,11 @@ class Session:
         coordinator = self.coordinator
         order = self.requests.order if self.requests is not None else None
         if order is None:
-            out = coordinator.attention(layer, q, k, v, index, out)
+            out = coordinator.attention(layer, q, k, v, index, out, sinks)
         else:
             q, k, v = (each.index_select(0, order.taken) for each in (q, k, v))
             index = None if index is None else index.rows(order.taken)
-            found = coordinator.attention(layer, q, k, v, index)
+            found = coordinator.attention(layer, q, k, v, index, sinks=sinks)
             out = torch.index_select(found, 0, order.given, out=out)
         forward = coordinator.forward
         if layer == coordinator.model.layers[-1] and forward is not None and not forward.chunks:
