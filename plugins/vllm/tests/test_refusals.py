@@ -177,9 +177,9 @@ def test_connectors_are_refused(model, version):
 def test_blocks_of_several_kinds_are_refused():
     """Each kind would open the forward of a step once more."""
     pytest.importorskip("vllm")
-    from topkv_vllm.worker import TopkvWorker
+    from topkv_vllm.placeholders import Placeholders
 
     config = SimpleNamespace(num_blocks=2, kv_cache_groups=[None, None])
-    worker = SimpleNamespace(topkv_config=SimpleNamespace(num_pages=2))
+    lowered = SimpleNamespace(model=SimpleNamespace(attention="gqa"), num_pages=2)
     with pytest.raises(CapabilityError, match="keeps 2 groups of layers apart"):
-        TopkvWorker.initialize_from_config(worker, config)
+        Placeholders(lowered).join(config)

@@ -10,6 +10,6 @@ from topkv_vllm.worker import TopkvWorker
 class TopkvCPUWorker(TopkvWorker, CPUWorker):
     """See ``TopkvWorker``."""
 
-    def _prepare(self) -> None:
+    def _prepare(self, memory: int) -> None:
         if self._should_warm_up_model():
             self.model_runner.warming_up_model()

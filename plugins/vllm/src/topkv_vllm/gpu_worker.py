@@ -30,7 +30,7 @@ class TopkvGPUWorker(TopkvWorker):
             requests.tokens, requests.drafted, self.model_runner.decode_query_len
         )
 
-    def _prepare(self) -> None:
+    def _prepare(self, memory: int) -> None:
         """Run a step without attention, which takes the memory that activations need, and see
         whether the device buffers fit beside it.
 
@@ -44,7 +44,7 @@ class TopkvGPUWorker(TopkvWorker):
         peak = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         share = self.requested_memory - self.model_runner.model_memory_usage
-        room = min(share, torch.cuda.mem_get_info()[0]) - peak
+        room = min(share, torch.cuda.mem_get_info()[0]) - peak - memory
         check_device(self.topkv_config, int(room), "max_num_seqs", "gpu_memory_utilization")
 
     def load_model(self, **options: Any) -> None:

@@ -16,7 +16,6 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from topkv import SparseConfig
 from topkv.config import LoweredConfig
-from topkv.errors import CapabilityError, ConfigError
 from topkv_engines.session import Session
 from topkv_vllm.backend import TopkvBackend, chosen
 from topkv_vllm.geometry import lowered_for
@@ -27,6 +26,7 @@ from topkv_vllm.latent import (
 )
 from topkv_vllm.layers import attention_layers, shape_of_layers
 from topkv_vllm.metrics import with_counts
+from topkv_vllm.placeholders import Placeholders
 from topkv_vllm.ranks import host_file
 from topkv_vllm.refusals import check
 from topkv_vllm.requests import ScheduledRequests
@@ -57,8 +57,12 @@ class TopkvWorker(Worker):
         """Request ids of the open step in the order of their rows."""
         return self.model_runner.input_batch.req_ids  # type: ignore[no-any-return]
 
-    def _prepare(self) -> None:
-        """Do what must be done before memory is taken: compile kernels, say."""
+    def _prepare(self, memory: int) -> None:
+        """Do what must be done before memory is taken: compile kernels, say.
+
+        Args:
+            memory: bytes that vLLM is to take.
+        """
 
     def load_model(self, **options: Any) -> None:
         """Load the model, whose layers then know the session, and find its geometry."""
@@ -79,39 +83,26 @@ class TopkvWorker(Worker):
         impls = [layer.impl for layer in layers]
         shape = shape_of_layers(impls, self.topkv_config.model.dtype)
         self.topkv_config = lowered_for(config, settings, shape)
+        self.blocks = Placeholders(self.topkv_config)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """Return what vLLM allocates for each layer, which is a placeholder."""
-        specs: dict[str, Any] = super().get_kv_cache_spec()
-        if not self.vllm_config.model_config.use_mla:  # vLLM asked the backend
-            return specs
-        return {name: LatentBackend.customize_spec(spec) for name, spec in specs.items()}
+        """Return what vLLM allocates for each layer."""
+        return self.blocks.specs(super().get_kv_cache_spec())  # type: ignore[no-any-return]
 
     def determine_available_memory(self) -> int:
-        """Return as many bytes as make vLLM's block pool, of placeholders, as large as the host
-        pool."""
-        self._prepare()
-        page = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
-        return self.topkv_config.num_pages * page
+        """Return how many bytes vLLM is to take for its block pool."""
+        memory: int = self.blocks.memory(self.get_kv_cache_spec())
+        self._prepare(memory)
+        return memory
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the coordinator, then what vLLM keeps.
 
         Raises:
-            CapabilityError: layers have blocks of several kinds.
-            ConfigError: there are more blocks than host pages.
+            CapabilityError, ConfigError: blocks do not fit the host pool.
             HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
         """
-        blocks, pages = kv_cache_config.num_blocks, self.topkv_config.num_pages
-        groups = len(kv_cache_config.kv_cache_groups)
-        if groups > 1:
-            reason = f"vLLM keeps {groups} groups of layers apart, each with blocks of its own"
-            raise CapabilityError("vLLM cannot serve this through topkv", [reason])
-        if blocks > pages:
-            raise ConfigError(
-                "vLLM's block pool is topkv's host pool",
-                [f"{blocks} blocks exceed {pages} pages; raise max_tokens of topkv instead"],
-            )
+        self.blocks.join(kv_cache_config)
         self.allocate(self.topkv_config)
         super().initialize_from_config(kv_cache_config)
 
