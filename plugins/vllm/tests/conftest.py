@@ -60,6 +60,11 @@ def version():
     return VERSION
 
 
+@pytest.fixture(scope="session")
+def needs_vllm():
+    """Skips a test without vLLM, as those that have an engine are."""
+
+
 DEFAULTS = {
     "algorithm": "quest",
     "backend": "triton_attention",
@@ -72,7 +77,7 @@ DEFAULTS = {
 }
 """Settings with which everything is selected, so that tokens are those of stock vLLM."""
 
-NEEDS_VLLM = {"served", "stock", "save_model", "server"}
+NEEDS_VLLM = {"served", "stock", "save_model", "server", "needs_vllm"}
 
 
 ON_GPU = {

@@ -59,6 +59,10 @@ def test_all_are_where_they_were_in_the_version_that_runs(served):
     assert moved("cuda", others) == []
 
 
+def test_those_beside_layers_that_vllm_keeps_are_too(needs_vllm):
+    assert moved("cpu", places.BESIDE) == []
+
+
 def test_an_engine_is_refused_whose_vllm_has_moved_one(served, model, version, monkeypatch):
     config = configured(model)
     monkeypatch.setattr(places, "PLACES", (Place("vllm", "Moved", "is sought"),))

@@ -111,17 +111,17 @@ def configured(model, **arguments):
     return EngineArgs(**engine_args(settings, **more)).create_engine_config()
 
 
-def test_drafts_that_are_not_looked_up_are_refused(model, version):
-    """Drafts are refused of a model that attends itself, too many of them, and beside steps that
-    begin before it is known what the one before has rejected."""
+def test_drafts_of_other_methods_are_refused(model, version):
+    """Drafts are refused of other methods, too many of them, and beside steps that begin before it
+    is known what the one before has rejected."""
     config = configured(model)
-    config.speculative_config = SimpleNamespace(method="eagle3", num_speculative_tokens=3)
+    config.speculative_config = SimpleNamespace(method="mtp", num_speculative_tokens=3)
     config.scheduler_config.async_scheduling = True
     config.additional_config["topkv"] |= {"max_queries": 2}
     with pytest.raises(CapabilityError) as caught:
         check(config, version)
     reported = "\n".join(caught.value.reasons)
-    assert "method 'eagle3', whose layers want a cache of their own; say one of ngram" in reported
+    assert "method 'mtp'; say one of ngram, draft_model, eagle, eagle3" in reported
     assert "beside asynchronous scheduling; say async_scheduling=False" in reported
     assert "max_queries is one more than num_speculative_tokens of vLLM" in reported
     config = configured(model)
@@ -144,7 +144,11 @@ def test_asynchronous_scheduling_is_refused(model, version):
 
 
 MODELS = {
-    "has sliding windows": {"use_sliding_window": True, "sliding_window": 64, "layer_types": None},
+    "slides over a window in every layer": {
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "layer_types": None,
+    },
     "caps attention logits": {"attn_logit_softcapping": 30.0},
     "attends in chunks": {"attention_chunk_size": 128},
 }

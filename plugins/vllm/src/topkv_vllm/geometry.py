@@ -13,6 +13,12 @@ from topkv.plugins import registry
 from topkv.types import IndexerShape, ModelShape
 from topkv_vllm.args import EIGHT_BITS
 
+WINDOW = "sliding_attention"
+"""Name that models have for a layer that attends to a window."""
+
+DRAFTERS = ("draft_model", "eagle", "eagle3")
+"""Methods of speculative decoding whose drafter has layers of its own."""
+
 
 def shape_of_config(vllm_config: Any) -> ModelShape:
     """Shape of a model's attention layers by its configuration, before any layer is there."""
@@ -20,7 +26,7 @@ def shape_of_config(vllm_config: Any) -> ModelShape:
     if model.use_mla:
         return _latent_shape_of_config(model, parallel)
     return ModelShape(
-        num_layers=model.get_num_layers(parallel),
+        num_layers=model.get_num_layers(parallel) - layer_types(model).count(WINDOW),
         num_heads=model.get_num_attention_heads(parallel),
         num_kv_heads=model.get_num_kv_heads(parallel),
         head_dim=model.get_head_size(),
@@ -42,6 +48,18 @@ def _latent_shape_of_config(model: Any, parallel: Any) -> ModelShape:
         value_dim=text.kv_lora_rank,
         indexer=IndexerShape(text.index_n_heads, text.index_head_dim),
     )
+
+
+def layer_types(model: Any) -> list[str]:
+    """Kinds of the layers of a model; [] where it does not say."""
+    return [*(getattr(model.hf_text_config, "layer_types", None) or ())]
+
+
+def has_other_layers(vllm_config: Any) -> bool:
+    """Return True if layers are not topkv's: those with windows, or those of a drafter."""
+    drafter = vllm_config.speculative_config
+    drafts = drafter is not None and drafter.method in DRAFTERS
+    return drafts or WINDOW in layer_types(vllm_config.model_config)
 
 
 def drafts_of(vllm_config: Any) -> int:

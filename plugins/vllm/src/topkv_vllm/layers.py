@@ -14,29 +14,31 @@ from topkv_vllm.backend import TopkvImpl
 from topkv_vllm.latent import LatentImpl, indexer_shape
 
 
-def attention_layers(vllm_config: Any) -> list[Any]:
-    """The attention layers of a loaded model, in order.
+def attention_layers(vllm_config: Any, expected: int, alone: bool) -> list[Any]:
+    """The attention layers of a loaded model that are topkv's, in order.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        expected: how many there are.
+        alone: whether the model has no others.
 
     Raises:
-        CapabilityError: some are not of this package, or layers are missing.
+        CapabilityError: layers are missing, or others are there.
     """
     named = vllm_config.compilation_config.static_forward_context
-    layers = {
-        extract_layer_index(name): layer
-        for name, layer in named.items()
-        if isinstance(layer, AttentionLayerBase)
-    }
-    impls = [getattr(layer, "impl", layer) for layer in layers.values()]
-    others = sorted({type(impl).__name__ for impl in impls if not isinstance(impl, TopkvImpl)})
-    if others or sorted(layers) != [*range(len(layers))]:
+    layers = {name: each for name, each in named.items() if isinstance(each, AttentionLayerBase)}
+    impls = {name: getattr(layer, "impl", layer) for name, layer in layers.items()}
+    own = [name for name, impl in impls.items() if isinstance(impl, TopkvImpl)]
+    others = sorted({type(impls[name]).__name__ for name in impls if name not in own})
+    if len(own) != expected or (others and alone):
         raise CapabilityError(
             "vLLM cannot serve this through topkv",
             [
-                f"expected layers 0 to {len(layers) - 1} of {TopkvImpl.__name__}, got layers "
-                f"{sorted(layers)} and {others or 'no others'}"
+                f"expected {expected} layers of {TopkvImpl.__name__}, got {len(own)} and "
+                f"{others or 'no others'}"
             ],
         )
-    return [layers[number] for number in range(len(layers))]
+    return [layers[name] for name in sorted(own, key=extract_layer_index)]
 
 
 def shape_of_layers(impls: list[Any], dtype: torch.dtype) -> ModelShape:

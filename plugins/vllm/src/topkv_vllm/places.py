@@ -168,6 +168,85 @@ PLACES = (
 )
 """All places; those of latent attention are vLLM's layers, which ``layers.py`` looks at."""
 
+_SPECS, _MANAGERS = "vllm.v1.kv_cache_interface", "vllm.v1.core.single_type_kv_cache_manager"
+_REGISTRY = "vllm.v1.kv_cache_spec_registry"
+
+BESIDE = (
+    Place(_REGISTRY, "register_kv_cache_spec", "makes topkv's blocks known", ("manager_class",)),
+    Place(
+        _REGISTRY,
+        "KVCacheSpecRegistry.check_kv_cache_spec_registry",
+        "makes vLLM's own known before",
+        ("kv_cache_spec",),
+        alone=True,
+    ),
+    Place(
+        _SPECS,
+        "FullAttentionSpec",
+        "is the base of topkv's",
+        fields=(
+            *("block_size", "page_size_bytes", "dcp_sharded", "merge", "max_memory_usage_bytes"),
+        ),
+    ),
+    Place(_SPECS, "AttentionSpec", "says how large a block is", fields=("block_size",)),
+    Place(_SPECS, "SlidingWindowSpec", "is that of windows", fields=("sliding_window",)),
+    Place(
+        _SPECS,
+        "KVCacheConfig",
+        "has the groups of layers",
+        fields=("num_blocks", "kv_cache_groups", "kv_cache_tensors"),
+    ),
+    Place(_SPECS, "KVCacheTensor", "has their memory", fields=("size", "layers")),
+    Place(
+        _SPECS,
+        "KVCacheGroupSpec",
+        "is to have all of topkv's layers",
+        fields=("layer_names", "kv_cache_spec"),
+    ),
+    Place(
+        _MANAGERS,
+        "FullAttentionManager",
+        "gives pages to requests",
+        fields=("get_num_blocks_to_allocate", "block_pool"),
+    ),
+    Place(
+        _MANAGERS,
+        "FullAttentionManager.__init__",
+        "takes the pool of pages",
+        ("kv_cache_spec", "block_pool", "enable_caching", "needs_kv_cache_zeroing"),
+    ),
+    Place(
+        "vllm.v1.core.block_pool",
+        "BlockPool.__init__",
+        "is a pool",
+        (
+            *("num_gpu_blocks", "enable_caching", "hash_block_size", "enable_kv_cache_events"),
+            "medium",
+        ),
+        alone=True,
+    ),
+    Place(
+        "vllm.v1.hisparse.block_pool",
+        "SharedEventQueueBlockPool",
+        "is the pool of pages, beside that of the device",
+    ),
+    Place(
+        "vllm.v1.engine.core",
+        "get_kv_cache_configs",
+        "plans the groups",
+        ("vllm_config", "kv_cache_specs", "available_memory"),
+        alone=True,
+    ),
+    Place(
+        "vllm.config",
+        "VllmConfig",
+        "says what requests append in a step",
+        fields=("max_in_flight_tokens", "num_lookahead_tokens"),
+    ),
+    Place("vllm.config", "SpeculativeConfig", "says what drafts", fields=("uses_draft_model",)),
+)
+"""Further places, of models whose layers are not all topkv's."""
+
 
 def moved(device: str, places: Sequence[Place] | None = None) -> list[str]:
     """Reasons against the version of vLLM that is installed: each place that is not as it was.
@@ -226,7 +305,7 @@ def _source(kind: type) -> str:
 def table() -> str:
     """The table of the README."""
     rows = ["| place | what it does here | names of it |", "|---|---|---|"]
-    for place in PLACES:
+    for place in (*PLACES, *BESIDE):
         names = ", ".join(f"`{name}`" for name in (*place.parameters, *place.fields))
         rows.append(f"| `{place.path}` | {place.why} | {names} |")
     return "\n".join(rows)

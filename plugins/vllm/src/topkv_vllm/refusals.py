@@ -12,16 +12,27 @@ from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
 from topkv_engines.ranks import rank_reasons
 from topkv_vllm.args import CONNECTOR, EIGHT_BITS, GRAPHS, OWNED, pages_reasons
-from topkv_vllm.geometry import host_format_of, lowered_for, shape_of_config
-from topkv_vllm.places import moved
+from topkv_vllm.geometry import (
+    DRAFTERS,
+    WINDOW,
+    has_other_layers,
+    host_format_of,
+    layer_types,
+    lowered_for,
+    shape_of_config,
+)
+from topkv_vllm.places import BESIDE, moved
 from topkv_vllm.ranks import kv_heads, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
 
 PLAIN_ROPE = "-rotary_embedding"
 """Value among vLLM's ``custom_ops``: RoPE in PyTorch."""
 
-DRAFTED = ("ngram",)
-"""Methods of speculative decoding that look drafts up, and have no layers."""
+DRAFTED = ("ngram", *DRAFTERS)
+"""Methods of speculative decoding that are served; the first has no layers."""
+
+BLOCK = 32
+"""Tokens of which a block of vLLM's own attention has a multiple: 32 on a CPU, 16 on a GPU."""
 
 REFUSED = "vLLM cannot serve this through topkv"
 
@@ -44,7 +55,7 @@ def check(vllm_config: Any, version: str) -> LoweredConfig:
     reasons = version_reasons(version, device)
     reasons += _model_reasons(vllm_config.model_config)
     reasons += _option_reasons(vllm_config) + _latent_reasons(vllm_config)
-    reasons += _draft_reasons(vllm_config) + moved(device)
+    reasons += _draft_reasons(vllm_config) + moved(device) + _mixed_reasons(vllm_config)
     settings, wrong = settings_of(vllm_config)
     reasons += wrong
     if reasons:  # lowering wants a model and options that make sense
@@ -98,7 +109,9 @@ def _model_reasons(model: Any) -> list[str]:
         "has no attention": model.is_attention_free,
         "is no generator of text": model.runner_type != "generate",
         "reads images or sound": model.is_multimodal_model,
-        "has sliding windows": model.get_sliding_window() is not None,
+        "slides over a window in every layer, which leaves none to topkv": (
+            model.get_sliding_window() is not None and {WINDOW} >= {*layer_types(model)}
+        ),
         "caps attention logits": getattr(text, "attn_logit_softcapping", None) is not None,
         "attends in chunks": getattr(text, "attention_chunk_size", None) is not None,
     }
@@ -175,19 +188,39 @@ def _latent_reasons(config: Any) -> list[str]:
 
 
 def _draft_reasons(config: Any) -> list[str]:
-    """Reasons against drafts: of a model that attends itself, or whose number is not known."""
+    """Reasons against drafts: of other methods, or whose number is not known."""
     drafts = config.speculative_config
     if drafts is None:
         return []
     refused = {
-        f"speculative decoding with method {drafts.method!r}, whose layers want a cache of their "
-        f"own; say one of {', '.join(DRAFTED)}": drafts.method not in DRAFTED,
+        f"speculative decoding with method {drafts.method!r}; say one of {', '.join(DRAFTED)}": (
+            drafts.method not in DRAFTED
+        ),
         # The scheduler does not know yet what was rejected when it begins the next step.
         "speculative decoding beside asynchronous scheduling; say async_scheduling=False": (
             config.scheduler_config.async_scheduling
         ),
     }
     return [f"not supported: {what}" for what, is_so in refused.items() if is_so]
+
+
+def _mixed_reasons(config: Any) -> list[str]:
+    """Reasons against layers that vLLM keeps itself; nothing where it keeps none."""
+    if not has_other_layers(config):
+        return []
+    own = "layers that vLLM keeps itself, windows beside full attention or those of a drafter"
+    page, drafts = config.cache_config.block_size, config.speculative_config
+    drafter = drafts.draft_model_config if drafts and drafts.method in DRAFTERS else None
+    refused = {
+        "latent attention": config.model_config.use_mla,
+        "disable_hybrid_kv_cache_manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
+        f"page_tokens = {page}; say a multiple of {BLOCK}": page % BLOCK,
+        "a drafter that mixes windows and full attention": (
+            drafter is not None and len({*layer_types(drafter)}) > 1
+        ),
+    }
+    reasons = [f"not supported beside {own}: {what}" for what, is_so in refused.items() if is_so]
+    return reasons + moved(config.device_config.device_type, BESIDE)
 
 
 _DECODE_ONLY = GRAPHS["cudagraph_mode"]

@@ -13,14 +13,16 @@ class ScheduledRequests(Requests):
 
     Args:
         coordinator: with ``pages: engine``.
+        group: number of the blocks among those that vLLM has for each request.
 
     Attributes:
         prompts: tokens of the prompt of each, kept while it is preempted.
         drafted: tokens of each in the open step that vLLM has drafted, where it has any.
     """
 
-    def __init__(self, coordinator: SparseCoordinator) -> None:
+    def __init__(self, coordinator: SparseCoordinator, group: int = 0) -> None:
         super().__init__(coordinator)
+        self.group = group
         self.prompts: dict[str, int] = {}
         self.drafted: dict[str, list[int]] = {}
 
@@ -42,7 +44,7 @@ class ScheduledRequests(Requests):
             self.prompts[new.req_id] = prompt = len(tokens)
             # For model runner V2 one that resumes is new, and all that it had stands here.
             prefill = len(getattr(new, "prefill_token_ids", None) or ()) or prompt
-            self.begin(new.req_id, new.block_ids[0], new.num_computed_tokens, prefill)
+            self.begin(new.req_id, new.block_ids[self.group], new.num_computed_tokens, prefill)
         for name, blocks, computed, generated in zip(
             cached.req_ids,
             cached.new_block_ids,
@@ -50,7 +52,7 @@ class ScheduledRequests(Requests):
             cached.num_output_tokens,
             strict=True,
         ):
-            pages = blocks[0] if blocks else []
+            pages = blocks[self.group] if blocks else []
             if name in cached.resumed_req_ids:
                 self.begin(name, pages, computed, self.prompts[name] + generated)
             else:

@@ -18,7 +18,7 @@ from topkv import SparseConfig
 from topkv.config import LoweredConfig
 from topkv_engines.session import Session
 from topkv_vllm.backend import TopkvBackend, chosen
-from topkv_vllm.geometry import lowered_for
+from topkv_vllm.geometry import has_other_layers, lowered_for
 from topkv_vllm.latent import (
     LatentBackend,
     attend_here,
@@ -26,6 +26,7 @@ from topkv_vllm.latent import (
 )
 from topkv_vllm.layers import attention_layers, shape_of_layers
 from topkv_vllm.metrics import with_counts
+from topkv_vllm.mixture import Mixture
 from topkv_vllm.placeholders import Placeholders
 from topkv_vllm.ranks import host_file
 from topkv_vllm.refusals import check
@@ -51,7 +52,8 @@ class TopkvWorker(Worker):
         vllm_config = copy(vllm_config)
         vllm_config.kv_transfer_config = None
         super().__init__(vllm_config, *more, **others)
-        self.session = Session(self._row_names, ScheduledRequests)
+        self.group = 0
+        self.session = Session(self._row_names, lambda made: ScheduledRequests(made, self.group))
 
     def _row_names(self) -> Sequence[str]:
         """Request ids of the open step in the order of their rows."""
@@ -72,7 +74,8 @@ class TopkvWorker(Worker):
             super().load_model(**options)
         if latent:
             without_index_caches(config.compilation_config.static_forward_context)
-        layers = attention_layers(config)
+        alone, lowered = not has_other_layers(config), self.topkv_config
+        layers = attention_layers(config, lowered.model.num_layers, alone)
         for number, layer in enumerate(layers):
             layer.impl.session, layer.impl.number = self.session, number
             if layer.impl.sinks is not None:  # loaded by now
@@ -81,17 +84,20 @@ class TopkvWorker(Worker):
                 attend_here(layer)
         settings = SparseConfig.load(config.additional_config["topkv"])
         impls = [layer.impl for layer in layers]
-        shape = shape_of_layers(impls, self.topkv_config.model.dtype)
+        shape = shape_of_layers(impls, lowered.model.dtype)
         self.topkv_config = lowered_for(config, settings, shape)
-        self.blocks = Placeholders(self.topkv_config)
+        names = [layer.layer_name for layer in layers]
+        self.blocks: Placeholders | Mixture = (
+            Placeholders(self.topkv_config) if alone else Mixture(config, self.topkv_config, names)
+        )
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return what vLLM allocates for each layer."""
-        return self.blocks.specs(super().get_kv_cache_spec())  # type: ignore[no-any-return]
+        return self.blocks.specs(super().get_kv_cache_spec())
 
     def determine_available_memory(self) -> int:
         """Return how many bytes vLLM is to take for its block pool."""
-        memory: int = self.blocks.memory(self.get_kv_cache_spec())
+        memory = self.blocks.memory(self.get_kv_cache_spec())
         self._prepare(memory)
         return memory
 
@@ -102,7 +108,7 @@ class TopkvWorker(Worker):
             CapabilityError, ConfigError: blocks do not fit the host pool.
             HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
         """
-        self.blocks.join(kv_cache_config)
+        self.group = self.blocks.join(kv_cache_config)
         self.allocate(self.topkv_config)
         super().initialize_from_config(kv_cache_config)
 

@@ -1,0 +1,97 @@
+"""Tiny random models in float32 whose layers are not all alike, and drafters.
+
+They are saved without a tokenizer, for ``skip_tokenizer_init=True``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+WINDOW = 64
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.2,  # attention that is far from uniform
+}
+
+
+def save(path, model):
+    """Save a model; return the folder."""
+    model.float().save_pretrained(path)
+    return str(path)
+
+
+def gemma3(path):
+    """Save windows and full attention 2 to 1; it would repeat itself with tied embeddings."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        **SIZES,
+        num_hidden_layers=6,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=64,
+        tie_word_embeddings=False,
+    )
+    return save(path, Gemma3ForCausalLM(config))
+
+
+def gpt_oss(path):
+    """Save windows and full attention 1 to 1, both with sinks, and experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        **SIZES,
+        num_hidden_layers=4,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    )
+    model = GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return save(path, model)
+
+
+def llama(path, layers=3, seed=0, **changes):
+    """Save layers that all attend to everything."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return save(path, LlamaForCausalLM(LlamaConfig(**SIZES | changes, num_hidden_layers=layers)))
+
+
+def eagle(path):
+    """Save a drafter of one layer for ``llama``: it reads an embedding and a hidden state."""
+    from safetensors.torch import save_file
+
+    llama(path, 1, seed=3)
+    from transformers import LlamaForCausalLM
+
+    weights = LlamaForCausalLM.from_pretrained(path).model.layers.state_dict()
+    weights = {f"layers.{name}": weight for name, weight in weights.items()}
+    del weights["layers.0.input_layernorm.weight"]
+    weights["fc.weight"] = torch.randn(256, 512) * 0.05
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
