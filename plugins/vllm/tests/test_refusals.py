@@ -114,8 +114,9 @@ def configured(model, **arguments):
 def test_drafts_of_other_methods_are_refused(model, version):
     """Drafts are refused of other methods, too many of them, and beside steps that begin before it
     is known what the one before has rejected."""
+    drafts = {"num_speculative_tokens": 3, "parallel_drafting": False}
     config = configured(model)
-    config.speculative_config = SimpleNamespace(method="mtp", num_speculative_tokens=3)
+    config.speculative_config = SimpleNamespace(method="mtp", **drafts)
     config.scheduler_config.async_scheduling = True
     config.additional_config["topkv"] |= {"max_queries": 2}
     with pytest.raises(CapabilityError) as caught:
@@ -125,7 +126,9 @@ def test_drafts_of_other_methods_are_refused(model, version):
     assert "beside asynchronous scheduling; say async_scheduling=False" in reported
     assert "max_queries is one more than num_speculative_tokens of vLLM" in reported
     config = configured(model)
-    config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=9)
+    config.speculative_config = SimpleNamespace(
+        method="ngram", **drafts | {"num_speculative_tokens": 9}
+    )
     config.scheduler_config.async_scheduling = False
     with pytest.raises(ConfigError, match="max_queries"):
         check(config, version)

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.engine.core import get_kv_cache_configs
+from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from topkv.config import LoweredConfig
@@ -61,7 +61,7 @@ class Mixture:
         """Return bytes of the device: as stated, or as ``max_num_seqs`` requests need them."""
         if stated := self.config.cache_config.kv_cache_memory_bytes:
             return int(stated)
-        (planned,) = get_kv_cache_configs(self.config, [specs], [2**50])
+        planned = plan(self.config, specs, 2**50)
         kinds = [group.kv_cache_spec for group in planned.kv_cache_groups]
         blocks = sum(self._blocks(spec) for spec in kinds if not isinstance(spec, TopkvSpec))
         block = planned.kv_cache_tensors[0].size // planned.num_blocks
@@ -91,3 +91,18 @@ class Mixture:
         )
         kv_cache_config.kv_cache_groups[number].layer_names = [*self.names]
         return number
+
+
+def plan(vllm_config: Any, specs: dict[str, Any], memory: int) -> Any:
+    """Plan groups of layers and their blocks as vLLM's engine does.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        specs: of the layers that are grouped.
+        memory: bytes of the device.
+    """
+    arguments = [vllm_config, [specs], [memory]]
+    if hasattr(core, "get_global_kv_cache_groups"):  # vLLM 0.33 groups layers before
+        arguments.append(core.get_global_kv_cache_groups(vllm_config, [specs]))
+    (planned,) = core.get_kv_cache_configs(*arguments)
+    return planned

@@ -235,6 +235,23 @@ BESIDE = (
         "get_kv_cache_configs",
         "plans the groups",
         ("vllm_config", "kv_cache_specs", "available_memory"),
+        device="cpu",
+        alone=True,
+    ),
+    Place(
+        "vllm.v1.engine.core",
+        "get_global_kv_cache_groups",
+        "groups layers",
+        ("vllm_config", "kv_cache_specs"),
+        device="cuda",
+        alone=True,
+    ),
+    Place(
+        "vllm.v1.engine.core",
+        "get_kv_cache_configs",
+        "plans the groups",
+        ("vllm_config", "kv_cache_specs", "available_memory", "global_kv_cache_groups"),
+        device="cuda",
         alone=True,
     ),
     Place(

@@ -211,7 +211,9 @@ def _mixed_reasons(config: Any) -> list[str]:
     own = "layers that vLLM keeps itself, windows beside full attention or those of a drafter"
     page, drafts = config.cache_config.block_size, config.speculative_config
     drafter = drafts.draft_model_config if drafts and drafts.method in DRAFTERS else None
+    device = config.device_config.device_type
     refused = {
+        "a GPU, where they were not run yet": device == "cuda",
         "latent attention": config.model_config.use_mla,
         "disable_hybrid_kv_cache_manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
         f"page_tokens = {page}; say a multiple of {BLOCK}": page % BLOCK,
@@ -220,7 +222,7 @@ def _mixed_reasons(config: Any) -> list[str]:
         ),
     }
     reasons = [f"not supported beside {own}: {what}" for what, is_so in refused.items() if is_so]
-    return reasons + moved(config.device_config.device_type, BESIDE)
+    return reasons + moved(device, BESIDE)
 
 
 _DECODE_ONLY = GRAPHS["cudagraph_mode"]
