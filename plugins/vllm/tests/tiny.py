@@ -5,6 +5,8 @@ They are saved without a tokenizer, for ``skip_tokenizer_init=True``.
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 WINDOW = 64
@@ -83,15 +85,40 @@ def llama(path, layers=3, seed=0, **changes):
 
 
 def eagle(path):
-    """Save a drafter of one layer for ``llama``: it reads an embedding and a hidden state."""
-    from safetensors.torch import save_file
+    """Save a drafter of one layer: it reads an embedding and a hidden state."""
+    weights = _layer_of(path)
+    del weights["layers.0.input_layernorm.weight"]
+    return _drafter(path, weights | {"fc.weight": torch.randn(256, 512) * 0.05})
 
-    llama(path, 1, seed=3)
+
+def eagle3(path):
+    """Save a drafter of one layer, which reads hidden states of three layers."""
+    weights = {
+        name.replace("layers.0", "midlayer"): each for name, each in _layer_of(path).items()
+    }
+    for name in ("q_proj", "k_proj", "v_proj"):
+        own = f"midlayer.self_attn.{name}.weight"
+        weights[own] = torch.cat([weights[own]] * 2, dim=1)
+    ones = {name: torch.ones(256) for name in ("midlayer.hidden_norm.weight", "norm.weight")}
+    head = {"lm_head.weight": torch.randn(512, 256) * 0.2}
+    more = {"fc.weight": torch.randn(256, 768) * 0.05, **ones, **head}
+    reads = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    return _drafter(path, weights | more, architectures=["LlamaForCausalLMEagle3"], **reads)
+
+
+def _layer_of(path):
+    """Weights of the layer of a saved model."""
     from transformers import LlamaForCausalLM
 
-    weights = LlamaForCausalLM.from_pretrained(path).model.layers.state_dict()
-    weights = {f"layers.{name}": weight for name, weight in weights.items()}
-    del weights["layers.0.input_layernorm.weight"]
-    weights["fc.weight"] = torch.randn(256, 512) * 0.05
+    layers = LlamaForCausalLM.from_pretrained(llama(path, 1, seed=3)).model.layers
+    return {f"layers.{name}": weight for name, weight in layers.state_dict().items()}
+
+
+def _drafter(path, weights, **changes):
+    """Save other weights in place of a model's."""
+    from safetensors.torch import save_file
+
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     return str(path)
