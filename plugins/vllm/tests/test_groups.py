@@ -96,6 +96,14 @@ def test_a_drafter_has_a_group_of_its_own(config, heads):
     assert found.kv_cache_tensors[0].size // found.num_blocks == heads * PAGE * 2 * 64 * 4
 
 
+def test_a_page_beside_blocks_of_several_sizes(config):
+    """vLLM gives a block of fewer bytes more tokens, and a page none."""
+    drafter = full(range(2), heads=1, prefix="draft_model.model")
+    found = placed(config, full([1, 3]), {**windows([0, 2, 4, 6]), **drafter})
+    tokens = {group.kv_cache_spec.block_size for group in found.kv_cache_groups}
+    assert tokens == {PAGE, 2 * PAGE}
+
+
 def test_a_draft_model_has_the_first_group(config):
     """Model runner V1 lets it draft with the blocks of that, also where a target has windows."""
     drafts = SimpleNamespace(uses_draft_model=lambda: True)

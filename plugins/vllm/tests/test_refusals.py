@@ -169,6 +169,63 @@ def test_models_are_refused_by_their_configuration(reason, model, version, tmp_p
         check(configured(tmp_path), version)
 
 
+MIXTURE = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+MIXTURE |= {"layer_types": ["full_attention", "sliding_attention"]}
+
+
+@pytest.fixture
+def mixture(model, tmp_path):
+    """A model of two layers, one of which slides over a window; its weights are not needed."""
+    for path in model.glob("token*"):
+        shutil.copy(path, tmp_path)
+    config = json.loads((model / "config.json").read_text()) | MIXTURE
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_layers_that_vllm_keeps_are_refused_where_they_were_not_run(mixture, model):
+    """Windows and drafters wait for versions and devices."""
+    config = configured(mixture)
+    for device, version in (("cpu", "0.27.1"), ("cuda", "0.32.0")):
+        config.device_config.device_type = device
+        with pytest.raises(CapabilityError) as caught:
+            check(config, version)
+        reported = "\n".join(caught.value.reasons)
+        assert f"run with vLLM 0.31, 0.32 on cpu, and not with {version} on {device}" in reported
+    config = configured(model)
+    drafts = {"method": "eagle", "num_speculative_tokens": 3}
+    config.speculative_config = SimpleNamespace(**drafts, draft_model_config=config.model_config)
+    with pytest.raises(CapabilityError, match=r"and not with 0.27.1 on cpu yet"):
+        check(config, "0.27.1")
+
+
+def test_options_beside_layers_that_vllm_keeps_are_refused_together(mixed, mixture, version):
+    config = configured(mixture, max_model_len=512)
+    assert check(config, version).model.num_layers == 1
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    config.cache_config.block_size = 48
+    drafts = {"method": "eagle", "num_speculative_tokens": 3}
+    config.speculative_config = SimpleNamespace(**drafts, draft_model_config=config.model_config)
+    with pytest.raises(CapabilityError) as caught:
+        check(config, version)
+    assert len(caught.value.reasons) == 3
+    reported = "\n".join(caught.value.reasons)
+    for reason in (
+        "disable_hybrid_kv_cache_manager",
+        "page_tokens = 48; say a multiple of 32",
+        "a drafter that mixes windows and full attention",
+    ):
+        assert reason in reported
+
+
+def test_a_host_pool_smaller_than_a_request_of_a_mixture_is_refused(mixed, mixture, version):
+    """vLLM sees no need of the device's memory in its pages."""
+    config = configured(mixture, max_model_len=512)
+    config.additional_config["topkv"] |= {"max_tokens": 256}
+    with pytest.raises(ConfigError, match="512 and 256"):
+        check(config, version)
+
+
 def test_connectors_are_refused(model, version):
     """Refused are connectors other than this package's, and prefix caching without that."""
     config = configured(model, enable_prefix_caching=True)

@@ -35,8 +35,7 @@ class TopkvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        cache = vllm_config.cache_config  # hashes may be of fewer tokens than pages
-        self._page: int = getattr(cache, "prefix_match_unit", None) or cache.block_size
+        self._page: int = vllm_config.cache_config.block_size
         self._admitted: dict[str, Request] = {}
 
     def get_num_new_matched_tokens(
