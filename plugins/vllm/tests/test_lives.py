@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from topkv_testing.integrity import check_integrity
+from plugins.vllm.tests.lives import live, same
 
 CHUNK, PAGE, LONGEST = 96, 32, 512
 
@@ -19,36 +19,13 @@ MANY = 200 if torch.cuda.is_available() else 40
 """Requests in random order."""
 
 
-def same(engine, stock, prompts, tokens, ended=()):
-    """Each request has the tokens of stock vLLM, or a beginning of them if it was ended."""
-    known = stock.answer([*prompts.values()], [tokens[name] for name in prompts])
-    for name, (expected,) in zip(prompts, known, strict=True):
-        got = engine.tokens.get(name, {0: []})[0]
-        assert got == expected[: len(got)], name
-        assert name in ended or len(got) == len(expected), name
-    engine.check_nothing_is_held()
-
-
 @pytest.mark.parametrize("pages", [4 * LONGEST // PAGE, TIGHT])
 def test_arrivals_and_aborts_in_random_order(pages, served, stock, prompt):
     draw = random.Random(pages)
     prompts = {f"random-{n}": prompt(draw.randint(1, 250), n) for n in range(MANY)}
     tokens = {name: draw.randint(1, 30) for name in prompts}
     engine = served(num_gpu_blocks_override=pages)
-    waiting, aborted = [*prompts], set()
-    while waiting or engine.engine.has_unfinished_requests():
-        if waiting and draw.random() < 0.4:
-            name = waiting.pop()
-            engine.add(name, prompts[name], tokens[name])
-        if draw.random() < 0.03 and len(waiting) < len(prompts):
-            name = draw.choice(sorted(prompts.keys() - waiting))
-            engine.engine.abort_request([name])
-            aborted.add(name)
-        if draw.random() < 0.02 and engine.scheduler.running:
-            engine.preempt()
-        engine.step()
-        check_integrity(engine.session.coordinator)
-    engine.run()
+    aborted = live(engine, prompts, tokens, draw)
     same(engine, stock, prompts, tokens, aborted)
     assert 0 < len(aborted) < MANY / 2
     assert engine.preempted or pages != TIGHT

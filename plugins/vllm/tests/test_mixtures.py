@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from plugins.vllm.tests import tiny
+from plugins.vllm.tests.lives import live, same
 from plugins.vllm.tests.test_drafts import SEVERAL, count_drafts, repeating
-from topkv_testing.integrity import check_integrity
 
 CHUNK, PAGE, LONGEST = 96, 32, 512
 
@@ -163,25 +163,8 @@ def test_requests_come_and_go(kind, tokens, blocks, both, prompt):
             prompts[name] = draw.choice(heads) + prompts[name][:150]
     lengths = {name: draw.randint(1, 100) for name in prompts}
     engine = both.served({"max_tokens": tokens}, num_gpu_blocks_override=blocks)
-    waiting, aborted = [*prompts], set()
-    while waiting or engine.engine.has_unfinished_requests():
-        if waiting and draw.random() < 0.4:
-            name = waiting.pop()
-            engine.add(name, prompts[name], lengths[name])
-        if draw.random() < 0.03 and len(waiting) < len(prompts):
-            name = draw.choice(sorted(prompts.keys() - waiting))
-            engine.engine.abort_request([name])
-            aborted.add(name)
-        if draw.random() < 0.02 and engine.scheduler.running:
-            engine.preempt()
-        engine.step()
-        check_integrity(engine.session.coordinator)
-    engine.run()
-    known = both.stock.answer([*prompts.values()], [*lengths.values()])
-    for name, (expected,) in zip(prompts, known, strict=True):
-        got = engine.tokens.get(name, {0: []})[0]
-        assert got == expected[: len(got)], name
-        assert name in aborted or len(got) == len(expected), name
+    aborted = live(engine, prompts, lengths, draw)
+    same(engine, both.stock, prompts, lengths, aborted)
     assert engine.preempted or tokens > LONGEST
     check_nothing_is_held(engine)
 

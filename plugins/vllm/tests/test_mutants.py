@@ -94,22 +94,22 @@ BESIDE = {
     ),
     "a window is topkv's": (
         *("backend", "chosen", "if attn_selector_config.has_sliding_window", "if False"),
-        *("test_layers_get_the_backend_that_they_ask_for", ("mixed",)),
+        *("test_layers_get_the_backend_that_they_ask_for", ("needs_vllm",)),
     ),
     "a drafter is topkv's": (
         *("backend", "chosen", "if asked is not AttentionBackendEnum.CUSTOM", "if False"),
-        *("test_layers_get_the_backend_that_they_ask_for", ("mixed",)),
+        *("test_layers_get_the_backend_that_they_ask_for", ("needs_vllm",)),
     ),
     "the backend stays when layers are made": (
         *("backend", "chosen", "del current_platform.get_attn_backend_cls", "pass"),
-        *("test_layers_get_the_backend_that_they_ask_for", ("mixed",)),
+        *("test_layers_get_the_backend_that_they_ask_for", ("needs_vllm",)),
     ),
 }
 """Rules of layers that vLLM keeps beside topkv's, as above; a fixture by its name."""
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_a_mutant_of_several_kinds_of_layers_is_caught(name, mixed, request, monkeypatch):
+def test_a_mutant_of_several_kinds_of_layers_is_caught(name, needs_vllm, request, monkeypatch):
     module, path, old, new, test, arguments = BESIDE[name]
     given = [
         request.getfixturevalue(each) if isinstance(each, str) else each for each in arguments

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from plugins.vllm.tests.lives import live, same
 from topkv.errors import CapabilityError, HostMemoryError
-from topkv_testing.integrity import check_integrity
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import check
 
@@ -193,29 +193,9 @@ def test_common_beginnings_in_random_order(pages, cached, stock, stock_cached, p
     prompts = {f"random-{n}-{pages}": text for n, text in enumerate(texts[1:])}
     tokens = {name: draw.randint(1, 30) for name in prompts}
     engine = cached(num_gpu_blocks_override=pages)
-    waiting, aborted = [*prompts], set()
-    while waiting or engine.engine.has_unfinished_requests():
-        for _ in range(draw.choice((0, 0, 1, 2)) * bool(waiting)):
-            if waiting:
-                name = waiting.pop(0)
-                engine.add(name, prompts[name], tokens[name])
-        if draw.random() < 0.03 and len(waiting) < len(prompts):
-            name = draw.choice(sorted(prompts.keys() - waiting))
-            engine.engine.abort_request([name])
-            aborted.add(name)
-        if draw.random() < 0.01 and engine.scheduler.running:
-            engine.preempt()  # which resets the cache
-        engine.step()
-        check_integrity(engine.session.coordinator)
-    engine.run()
-    engine.check_nothing_is_held()
-    many = [tokens[name] for name in prompts]
-    expected = stock.answer([*prompts.values()], many)
-    assert stock_cached.answer([*prompts.values()], many) == expected
-    for name, (tokens_of,) in zip(prompts, expected, strict=True):
-        got = engine.tokens.get(name, {0: []})[0]
-        assert got == tokens_of[: len(got)], name
-        assert name in aborted or len(got) == len(tokens_of), name
+    aborted = live(engine, prompts, tokens, draw, arrive=0.7, preempt=0.01)
+    same(engine, stock, prompts, tokens, aborted)
+    same(engine, stock_cached, prompts, tokens, aborted)
     found = sum(hits(engine, name) for name in prompts if name in engine.outputs)
     assert found > 20 * PAGE
     assert 0 < len(aborted) < 20
