@@ -124,7 +124,7 @@ class Load:
             raise RuntimeError(f"{used} pages are held and nothing runs")
 
     def row(self) -> dict[str, Any]:
-        """What it has done, and the bytes that the process holds."""
+        """Return what it has done, and the bytes that the process holds."""
         on_gpu = torch.cuda.is_available()
         return {
             "steps": self.steps,
