@@ -69,8 +69,8 @@ test-oldest: $(OLD)/.installed
 	PYTHONPATH=$(CURDIR)/$(OLD) $(INTERPRET) --dist loadfile -m 'not gpu and not models and not slow and not nightly' \
 	    $(or $(ARGS),$(addprefix plugins/transformers/tests/test_,$(ENGINE:=.py)))
 
-# What looks into Transformers: forwards, generate, captured and compiled steps, caches, sessions, refusals.
-ENGINE := blocks capture compiled engine_calls engine_equality engine_modes left_out models model_lives prefixes watch
+# What looks into Transformers: forwards, generate, caches, refusals; at night captured and compiled steps and sessions too.
+ENGINE := blocks engine_calls engine_equality left_out models watch
 
 # The newest release of everything, whatever bounds say; what it finds is no failure of a commit.
 newest: dist
@@ -80,6 +80,7 @@ newest: dist
 # from night to night, training recipes, and an older vLLM that is served.
 test-nightly: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=nightly $(INTERPRET) --dist worksteal -m 'not gpu' $(ARGS)
+	$(MAKE) test-oldest ENGINE='capture compiled engine_modes model_lives prefixes'
 	$(MAKE) test-vllm VLLM_TESTS=
 	VLLM=0.31.0 $(MAKE) test-vllm VLLM_TESTS=
 

@@ -85,8 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_interpreted(item) and is_later(item):
             item.add_marker("slow")
-            if is_nightly(item):
-                item.add_marker("nightly")
+        if is_interpreted(item) and is_nightly(item):
+            item.add_marker("nightly")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -21,6 +21,18 @@ reference or a formula, of whole suites: planted errors of kernels show in these
 suite finds the same on a reference; a night and a GPU run it on kernels."""
 
 
+NIGHT = (
+    "core/tests/test_coordinator.py::test_drafts[interpret-8-exact",
+    "plugins/skip_softmax/tests/test_decode.py::test_a_factor_that_leaves_nothing_out",
+    "plugins/top_p/tests/test_selection.py::test_a_larger_p",
+    "plugins/top_p/tests/test_selection.py::test_a_neutral_stage",
+    "plugins/trained_gate/tests/test_decode.py",
+    "plugins/transformers/tests/latent/test_plugins.py",
+    "tests/test_mutants.py::test_a_mutant_is_caught_and_its_twin_passes[the kernel uses the first",
+)
+"""Interpreted tests of many seconds each, whose kernels other tests of a commit compare too."""
+
+
 def is_interpreted(item: pytest.Item) -> bool:
     """Return True if Triton interprets what a test calls."""
     cell = item.nodeid.rpartition("[")[2]
@@ -36,6 +48,8 @@ def is_later(item: pytest.Item) -> bool:
 
 
 def is_nightly(item: pytest.Item) -> bool:
-    """Return True if a test is of a suite, and other tests of the suite compare kernels."""
+    """Return True if other tests of a commit compare the kernels of a test."""
+    if item.nodeid.startswith(NIGHT):
+        return True
     name = item.nodeid.rpartition("::")[2].partition("[")[0]
     return "test_conformance" in item.nodeid and not any(part in name for part in KERNELS)

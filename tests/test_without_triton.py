@@ -102,7 +102,7 @@ def test_a_package_declares_triton_where_nothing_of_it_runs_without(factories):
         assert bool(declared) == lacks, f"{package.name} must ask for topkv[triton]: {lacks}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_commands_say_that_triton_is_missing():
     assert "quest" in run(COMMAND, "plugins").stdout
     state = json.loads(run(COMMAND, "doctor", "--json").stdout)["triton"]

@@ -194,7 +194,7 @@ def test_a_row_for_each_acceptance():
         assert row["link_bytes_per_step"] == row["misses_per_step"] * entry
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_shows_what_was_verified(tmp_path):
     out = tmp_path / "out.json"
     few = ("--steps", "3", "--warmup", "1", "--device", "cpu", "--requests", "2,1")
