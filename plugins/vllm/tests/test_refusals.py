@@ -116,13 +116,16 @@ def test_drafts_of_other_methods_are_refused(model, version):
     is known what the one before has rejected."""
     drafts = {"num_speculative_tokens": 3, "parallel_drafting": False}
     config = configured(model)
-    config.speculative_config = SimpleNamespace(method="mtp", **drafts)
+    config.speculative_config = SimpleNamespace(
+        method="mtp", **drafts | {"parallel_drafting": True}
+    )
     config.scheduler_config.async_scheduling = True
     config.additional_config["topkv"] |= {"max_queries": 2}
     with pytest.raises(CapabilityError) as caught:
         check(config, version)
     reported = "\n".join(caught.value.reasons)
     assert "method 'mtp'; say one of ngram, draft_model, eagle, eagle3" in reported
+    assert "drafts in parallel, which were not run yet" in reported
     assert "beside asynchronous scheduling; say async_scheduling=False" in reported
     assert "max_queries is one more than num_speculative_tokens of vLLM" in reported
     config = configured(model)

@@ -196,6 +196,7 @@ def _draft_reasons(config: Any) -> list[str]:
         f"speculative decoding with method {drafts.method!r}; say one of {', '.join(DRAFTED)}": (
             drafts.method not in DRAFTED
         ),
+        "drafts in parallel, which were not run yet": getattr(drafts, "parallel_drafting", False),
         # The scheduler does not know yet what was rejected when it begins the next step.
         "speculative decoding beside asynchronous scheduling; say async_scheduling=False": (
             config.scheduler_config.async_scheduling
