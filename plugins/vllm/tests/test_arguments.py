@@ -71,15 +71,23 @@ def test_what_is_said_twice_is_refused_together():
     assert "attention_backend is 'CUSTOM'" in reported
 
 
+def configured(settings, dtype="auto"):
+    """What of vLLM's configuration says something of topkv's."""
+    cache = SimpleNamespace(cache_dtype=dtype)
+    return SimpleNamespace(additional_config=settings, cache_config=cache)
+
+
 def test_settings_that_vllm_decides_are_refused():
     more = {"topkv": {"page_tokens": 64, "pages": "core", "budget": 64}}
-    _, reasons = settings_of(SimpleNamespace(additional_config=more))
+    _, reasons = settings_of(configured(more))
     assert len(reasons) == 2
     assert reasons[0].startswith("page_tokens is block_size of vLLM")
-    _, reasons = settings_of(SimpleNamespace(additional_config={"topkv": {"scope": "sharp"}}))
+    _, reasons = settings_of(configured({"topkv": {"scope": "sharp"}}))
     assert "'sharp'" in reasons[0]
-    _, reasons = settings_of(SimpleNamespace(additional_config={}))
+    _, reasons = settings_of(configured({}))
     assert "holds no configuration of topkv" in reasons[0]
+    plain = configured({"topkv": {"host_format": "model"}}, "fp8")
+    assert settings_of(plain)[1] == ["host_format is 'model' here and 'fp8' by kv_cache_dtype"]
 
 
 def test_what_an_engine_with_pages_of_its_own_keeps_itself_is_refused_by_name():
@@ -87,7 +95,7 @@ def test_what_an_engine_with_pages_of_its_own_keeps_itself_is_refused_by_name():
     config = {"pages": {"name": "prefixes", "params": {"storage": {"name": "files"}}}}
     with pytest.raises(ConfigError) as caught:
         engine_args(config)
-    _, reasons = settings_of(SimpleNamespace(additional_config={"topkv": config}))
+    _, reasons = settings_of(configured({"topkv": config}))
     assert list(caught.value.reasons) == reasons
     (pages,) = reasons
     assert pages.startswith("pages: the engine gives them out")
