@@ -68,7 +68,8 @@ def test_a_draft_model(served, stock_of, target, prompt, monkeypatch):
     check_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("method", ["eagle", pytest.param("eagle3", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_a_drafter_that_reads_hidden_states(
     method, served, stock_of, target, prompt, monkeypatch, tmp_path
 ):

@@ -98,7 +98,7 @@ def test_tokens_are_those_of_stock_vllm(kind, both, prompt):
     ("kind", "tight"),
     [
         ("gemma3", {"settings": {"max_tokens": LONGEST}}),
-        ("gpt_oss", {"num_gpu_blocks_override": 12}),
+        pytest.param("gpt_oss", {"num_gpu_blocks_override": 12}, marks=pytest.mark.nightly),
         pytest.param("gemma3", {"num_gpu_blocks_override": 19}, marks=pytest.mark.nightly),
         pytest.param(
             *("gpt_oss", {"settings": {"max_tokens": LONGEST}}), marks=pytest.mark.nightly
