@@ -72,7 +72,7 @@ def test_what_is_said_twice_is_refused_together():
 
 
 def configured(settings, dtype="auto"):
-    """What of vLLM's configuration says something of topkv's."""
+    """Part of a configuration of vLLM that says something of topkv's."""
     cache = SimpleNamespace(cache_dtype=dtype)
     return SimpleNamespace(additional_config=settings, cache_config=cache)
 
