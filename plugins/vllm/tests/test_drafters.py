@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from plugins.vllm.tests import tiny
 from plugins.vllm.tests.lives import live, same
@@ -17,8 +16,6 @@ LONGEST, PAGE = 512, 32
 
 LENGTHS = (40, 97, 200, 9, 126, 1, 120)
 """Tokens of prompts."""
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU yet")
 
 
 def drafting(method, drafter):

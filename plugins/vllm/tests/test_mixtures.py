@@ -16,8 +16,6 @@ CHUNK, PAGE, LONGEST = 96, 32, 512
 
 KINDS = {"gemma3": tiny.gemma3, "gpt_oss": tiny.gpt_oss}
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU yet")
-
 LENGTHS = (5, 63, 64, 65, 150, 300, LONGEST - 24, PAGE, CHUNK, CHUNK + 1, 200, 1)
 """Tokens of prompts: about a window, a page and a chunk, and as many as fit."""
 
@@ -210,6 +208,7 @@ def test_drafts_beside_windows(both, prompt, monkeypatch):
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="each rank wants a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_of_a_mixture(kind, both, prompt):
     both = both(kind)

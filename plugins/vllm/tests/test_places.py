@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from plugins.vllm.tests.conftest import DEVICE
 from plugins.vllm.tests.test_refusals import configured
 from topkv.errors import CapabilityError
 from topkv_vllm import places
@@ -60,7 +61,7 @@ def test_all_are_where_they_were_in_the_version_that_runs(served):
 
 
 def test_those_beside_layers_that_vllm_keeps_are_too(needs_vllm):
-    assert moved("cpu", places.BESIDE) == []
+    assert moved(DEVICE, places.BESIDE) == []
 
 
 def test_an_engine_is_refused_whose_vllm_has_moved_one(served, model, version, monkeypatch):

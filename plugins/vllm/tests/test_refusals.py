@@ -186,23 +186,13 @@ def mixture(model, tmp_path):
     return tmp_path
 
 
-def test_layers_that_vllm_keeps_are_refused_on_a_gpu(mixture, model, version):
-    """Windows and drafters wait for a run there."""
-    windows, drafter = configured(mixture), configured(model)
-    drafts = {"method": "eagle", "num_speculative_tokens": 3, "parallel_drafting": False}
-    drafter.speculative_config = SimpleNamespace(**drafts, draft_model_config=drafter.model_config)
-    for config in (windows, drafter):
-        config.device_config.device_type = "cuda"
-        with pytest.raises(CapabilityError, match="drafter: a GPU, where they were not run yet"):
-            check(config, version)
-
-
 def test_options_beside_layers_that_vllm_keeps_are_refused_together(needs_vllm, mixture, version):
     config = configured(mixture, max_model_len=512)
     assert check(config, version).model.num_layers == 1
+    config.scheduler_config.async_scheduling = False
     config.scheduler_config.disable_hybrid_kv_cache_manager = True
     config.cache_config.block_size = 48
-    drafts = {"method": "eagle", "num_speculative_tokens": 3}
+    drafts = {"method": "eagle", "num_speculative_tokens": 3, "parallel_drafting": False}
     config.speculative_config = SimpleNamespace(**drafts, draft_model_config=config.model_config)
     with pytest.raises(CapabilityError) as caught:
         check(config, version)

@@ -9,12 +9,14 @@ vLLM keeps apart what has more than one token a request, and this worker the pro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from triton import knobs
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from topkv_engines.memory import check_device
 from topkv_engines.session import Session
@@ -50,6 +52,8 @@ class TopkvGPUWorker(TopkvWorker):
     def load_model(self, **options: Any) -> None:
         """Load the model, see ``TopkvWorker``."""
         _watch_no_kernels()  # another engine of this process may have begun to
+        if isinstance(self.model_runner.speculator, DraftModelSpeculator):
+            _give_own_backend(self.model_runner.speculator)
         super().load_model(**options)
 
     def compile_or_warm_up_model(self) -> Any:
@@ -71,6 +75,14 @@ def _watch_no_kernels() -> None:
     hook = knobs.runtime.jit_post_compile_hook
     if getattr(hook, "__module__", "").startswith("vllm."):
         knobs.runtime.jit_post_compile_hook = None
+
+
+def _give_own_backend(speculator: DraftModelSpeculator) -> None:
+    """Have the layers of a drafter ask for its own attention backend, not for the model's."""
+    config = copy(speculator.vllm_config)
+    config.attention_config = copy(config.attention_config)
+    config.attention_config.backend = speculator.speculative_config.attention_backend
+    speculator.vllm_config = config
 
 
 def _guard(manager: Any, session: Session) -> None:

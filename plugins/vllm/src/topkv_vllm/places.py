@@ -261,6 +261,13 @@ BESIDE = (
         fields=("max_in_flight_tokens", "num_lookahead_tokens"),
     ),
     Place("vllm.config", "SpeculativeConfig", "says what drafts", fields=("uses_draft_model",)),
+    Place(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator",
+        "has a drafter, whose layers ask for a backend of their own",
+        fields=("vllm_config", "speculative_config", "load_model"),
+        device="cuda",
+    ),
 )
 """Further places, of models whose layers are not all topkv's."""
 

@@ -214,7 +214,6 @@ def _mixed_reasons(config: Any) -> list[str]:
     drafter = drafts.draft_model_config if drafts and drafts.method in DRAFTERS else None
     device = config.device_config.device_type
     refused = {
-        "a GPU, where they were not run yet": device == "cuda",
         "latent attention": config.model_config.use_mla,
         "disable_hybrid_kv_cache_manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
         f"page_tokens = {page}; say a multiple of {BLOCK}": page % BLOCK,
