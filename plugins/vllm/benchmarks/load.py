@@ -115,6 +115,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
         "requests": options.running,
         "tokens": longest,
         "drift": options.drift if options.contestant == "topkv" else None,
+        "queries": None,
         "settings": {**settings, **json.loads(options.settings)},
         "model": str(folder),
         "dtype": "bfloat16" if options.device == "cuda" else "float32",

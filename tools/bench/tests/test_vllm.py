@@ -20,9 +20,9 @@ BLOCK = 2 * 4 * 2 * 64 * 4
 """Bytes of a token of the tiny geometry: keys and values, layers, kv-heads, dim, float32."""
 
 
-def rows_of(tmp_path, *args):
+def rows_of(tmp_path, *args, device="cpu"):
     out = tmp_path / "out.json"
-    few = ("--steps", 4, "--warmup", 1, "--device", "cpu", "--prefill-chunk", 128)
+    few = ("--steps", 4, "--warmup", 1, "--device", device, "--prefill-chunk", 128)
     grid = ("bench", "--engine", "vllm", "--model", "tiny", "--context", 512, *few, *args)
     result = CliRunner().invoke(topkv, [*map(str, grid), "--json", str(out)])
     assert result.exit_code == 0, result.output
@@ -34,9 +34,9 @@ def rows_of(tmp_path, *args):
 
 
 def check_times(row):
-    step = row["step_ms"]
+    step, kept = row["step_ms"], row.get("tokens_per_step", 1)
     assert 0 < step["p10"] <= step["median"] <= step["p90"]
-    assert row["tokens_per_second"] == 1e3 * row["requests"] / step["median"]
+    assert row["tokens_per_second"] == 1e3 * row["requests"] * kept / step["median"]
     assert row["first_token_seconds"] > 0
     assert row["attach_seconds"] > 0
 
@@ -74,6 +74,26 @@ def test_topkv_with_a_stated_drift(tmp_path):
     assert row["settings"]["budget"] == 128
 
 
+@needs_vllm
+@pytest.mark.gpu
+def test_steps_that_verify_drafts(tmp_path):
+    """A share of what vLLM looks up is accepted, whatever it is, stock and with topkv."""
+    sets = {"algorithm": "quest", "backend": "triton_attention", "budget": 128, "unit": 16}
+    words = [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
+    grid = ("--contestants", "dense,topkv", "--requests", "2", "--drift", 0.05, "--steps", 12)
+    verified = ("--queries", "1,4", "--accept", "1,0")
+    beside = ("--engine-arg", "gpu_memory_utilization=0.05")  # other tests may run there
+    rows = rows_of(tmp_path, *grid, *words, *verified, *beside, device="cuda")
+    assert [(row["queries"], row["accept"]) for row in rows] == [(1, None), (4, 1), (4, 0)] * 2
+    for row in rows:
+        assert row["status"] == "ok", row
+        check_times(row)
+        if row["accept"] == 1:
+            assert 1 < row["tokens_per_step"] <= 4
+        else:
+            assert row["tokens_per_step"] == 1
+
+
 def test_what_vllm_cannot_measure_is_refused_together(monkeypatch):
     monkeypatch.setattr("topkv_vllm.versions.installed", dict)
     tiny = ("bench", "--model", "tiny", "--engine-arg", "tensor_parallel_size=2")
@@ -81,12 +101,14 @@ def test_what_vllm_cannot_measure_is_refused_together(monkeypatch):
     assert result.exit_code == 2
     assert "--engine-arg is of --engine vllm" in result.stderr
     more = ("--engine", "vllm", "--fill", "pool", "--profile", "--device", "cpu")
+    more += ("--queries", "1,4")
     result = CliRunner().invoke(topkv, (*tiny, *more))
     assert result.exit_code == 2
     reported = (
         "vLLM is not installed",
         "--fill pool: vLLM fills",
         "--profile: phases",
+        "on a GPU alone",
         "so one rank",
     )
     assert all(reason in " ".join(result.stderr.split()) for reason in reported), result.stderr

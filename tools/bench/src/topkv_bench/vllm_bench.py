@@ -31,11 +31,13 @@ def refused_options(options: Options) -> list[str]:
     """Return reasons, if any, why vLLM cannot run with these options."""
     found = {
         "--fill pool: vLLM fills its caches by prompts alone": options.fill != "prompt",
+        "--queries: vLLM accepts a stated share of drafts on a GPU alone": (
+            max(options.queries or (1,)) > 1 and options.device.type != "cuda"
+        ),
         "--engine-arg: each cell is one process, and so one rank": any(
             name.endswith("parallel_size") and size != 1
             for name, size in options.engine_args.items()
         ),
-        "--queries: topkv-vllm verifies no drafts": options.queries is not None,
         "--profile: phases are those of the engine transformers": options.profiled > 0,
     }
     try:
@@ -96,33 +98,40 @@ class VllmBench:
             model = Path(folder)
             save_config(self.config, model)
             for cell in self.cells:
-                yield self._row(cell, model)
+                for accept in cell.accepts:
+                    yield self._row(cell, accept, model)
 
     def _waiting(self, cell: Cell) -> Cell:
         """Return a cell with room for the tokens that requests generate while prompts of others
-        are read, one with each chunk."""
-        chunks = -(-cell.context // self.options.chunk)
-        return attrs.evolve(cell, new_tokens=cell.new_tokens + cell.requests * (chunks + 1))
+        are read, with each chunk those of a step; any of its drafts may be accepted."""
+        options, chunks = self.options, -(-cell.context // self.options.chunk)
+        steps = options.warmup + options.steps + cell.requests * (chunks + 1)
+        return attrs.evolve(cell, new_tokens=1 + steps * cell.verified)
 
-    def _row(self, cell: Cell, model: Path) -> Row:
+    def _row(self, cell: Cell, accept: float, model: Path) -> Row:
         row: Row = cell.row
+        if cell.queries is not None:
+            row["accept"] = accept if cell.queries > 1 else None
         if cell.contestant not in SERVED:
             reason = f"through vLLM there are {', '.join(SERVED)} and no {cell.contestant}"
             return row | {"status": REFUSED, "reason": reason}
-        found = self._measured(cell, model)
+        found = self._measured(cell, accept, model)
         if found.get("peak_bytes") is not None:
             found["peak_bytes"] -= self.weights_bytes
         return row | found
 
-    def _measured(self, cell: Cell, model: Path) -> Row:
-        options = self.options
+    def _measured(self, cell: Cell, accept: float, model: Path) -> Row:
+        options, settings = self.options, cell.sparse_config.as_dict()
+        settings.pop("max_queries", None)  # vLLM has a name of its own for it
         asked = {
             "contestant": cell.contestant,
             "context": cell.context,
             "requests": cell.requests,
             "tokens": cell.tokens,
             "drift": cell.drift,
-            "settings": cell.sparse_config.as_dict(),
+            "queries": cell.queries,
+            "accept": accept,
+            "settings": settings,
             "model": str(model),
             "dtype": str(options.dtype).removeprefix("torch."),
             "device": options.device.type,

@@ -50,16 +50,30 @@ def arguments_of(asked: dict[str, Any]) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "dtype": asked["dtype"],
         # A chunk of a prompt beside all rows that decode.
-        "max_num_batched_tokens": asked["chunk"] + asked["requests"],
+        "max_num_batched_tokens": asked["chunk"] + asked["requests"] * (asked["queries"] or 1),
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }
+    if (asked["queries"] or 1) > 1:
+        common["speculative_config"] = _drafts(asked["queries"] - 1, asked["accept"])
     if asked["device"] == "cpu":
         common |= {"enforce_eager": True, "kv_cache_memory_bytes": 2**20}
     common |= asked["engine_args"]
     if asked["contestant"] == "dense":
         return common | {"max_num_seqs": asked["requests"], "max_model_len": asked["tokens"]}
     return engine_args(asked["settings"], **common)
+
+
+def _drafts(drafts: int, accept: float) -> dict[str, Any]:
+    """Make vLLM draft tokens and accept a share of them, whatever they are."""
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": drafts,
+        "prompt_lookup_max": 2,
+        "prompt_lookup_min": 1,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 1 + accept * drafts,
+    }
 
 
 def expected_bytes(config: Any, asked: dict[str, Any]) -> int:
@@ -118,7 +132,8 @@ def drifts(asked: dict[str, Any]) -> Iterator[list[Any]]:
 
         def drifted(session: Session, config: Any) -> None:
             allocate(session, config)
-            over = drifting(session.coordinator, asked["drift"], asked["context"])
+            queries = asked["queries"] or 1
+            over = drifting(session.coordinator, asked["drift"], asked["context"], queries)
             made.append(stack.enter_context(over))
 
         if asked["drift"] is not None:
@@ -136,10 +151,11 @@ class Engine:
     Attributes:
         llm: the ``vllm.LLM``.
         coordinator: coordinator of its worker; None in stock vLLM.
+        generated: tokens of each request so far.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self.llm = LLM(**arguments)
+        self.llm, self.generated = LLM(**arguments), dict[str, int]()
         self.engine, self._names = self.llm.llm_engine, map(str, count())
         (session,) = self.llm.collective_rpc(lambda worker: getattr(worker, "session", None))
         self.coordinator: SparseCoordinator | None = session and session.coordinator
@@ -155,8 +171,12 @@ class Engine:
         return names
 
     def step(self) -> set[str]:
-        """Run a step; return the names of the requests that it gave a token."""
-        return {output.request_id for output in self.engine.step()}
+        """Run a step; return the names of the requests that it gave tokens."""
+        reported = set()
+        for output in self.engine.step():
+            reported.add(output.request_id)
+            self.generated[output.request_id] = len(output.outputs[0].token_ids)
+        return reported
 
     def run_out(self) -> None:
         """Run steps until nothing is left and the worker knows that."""
@@ -184,9 +204,11 @@ def _generated(engine: Engine, asked: dict[str, Any]) -> Row:
     """Run prompts, then steps in which every request decodes, timed from output to output."""
     coordinator, requests = engine.coordinator, asked["requests"]
     moved: list[Any] = []
+    counted: list[int] = []
 
     def look() -> None:
         moved.append(None if coordinator is None else coordinator.transfers_of())
+        counted.append(sum(engine.generated.values()))
 
     warmup, steps = asked["warmup"], asked["steps"]
     clock = Clock(warmup, steps, {warmup: look, warmup + steps: look})
@@ -204,14 +226,17 @@ def _generated(engine: Engine, asked: dict[str, Any]) -> Row:
         if reported != names:
             raise RuntimeError("a request had no token in a step; this is a bug of topkv-bench")
         clock.put(None)
+    kept = (counted[1] - counted[0]) / steps / requests
     row: Row = {
         "step_ms": clock.milliseconds(),
-        "tokens_per_second": 1e3 * requests / clock.milliseconds()["median"],
+        "tokens_per_second": 1e3 * requests * kept / clock.milliseconds()["median"],
         "first_token_seconds": clock.first,
         "bytes": _held(engine),
         "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         **link(moved, steps),
     }
+    if asked["queries"] is not None:
+        row["tokens_per_step"] = kept
     if coordinator is not None:
         row["settings"] = {each.name: each.value for each in coordinator.config.settings}
     engine.engine.abort_request([*names])
