@@ -6,6 +6,7 @@ a GPU.
 
 from __future__ import annotations
 
+import lzma
 import re
 import tomllib
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ LIBRARIES = {
 VLLM = r"(?<!of )vLLM ([\d.]+\d)"
 """Pattern of the version of vLLM itself, not of libraries that come with it."""
 
-LOGS = ("gpu_tests.log", "gpu_cells.log", "vllm_gpu.log")
+LOGS = ("gpu_tests.log", "gpu_cells.log.xz", "vllm_gpu.log")
 
 
 def lines() -> Iterator[str]:
@@ -84,7 +85,11 @@ def _range(folder: str, name: str) -> str:
 
 def _logged(pattern: str) -> str:
     """Versions that heads of logs name, the oldest first."""
-    texts = [(ROOT / "benchmarks" / "results" / name).read_text("utf-8") for name in LOGS]
+    raw = {name: (ROOT / "benchmarks" / "results" / name).read_bytes() for name in LOGS}
+    texts = [
+        (lzma.decompress(data) if name.endswith(".xz") else data).decode("utf-8")
+        for name, data in raw.items()
+    ]
     heads = [line for text in texts for line in text.splitlines() if line.startswith("#")]
     found = {version for line in heads for version in re.findall(pattern, line)}
     return ", ".join(sorted(found)) or "none"

@@ -55,7 +55,7 @@ def test_defaults():
     assert lowered.impl == "reference"
     assert (lowered.host_memory, lowered.device_memory) == (None, None)
     assert (lowered.resident_fast_path, lowered.poison) == (True, False)
-    assert lowered.prefill_block_tokens == 16384
+    assert lowered.prefill_block_tokens == 32768
     assert low(device=CUDA).impl == "triton"
     assert low(device="cpu").device == CPU
 
@@ -188,9 +188,9 @@ def test_the_ring_is_a_multiple_of_every_unit():
 
 
 def test_a_prefill_block_is_a_whole_number_of_pages():
-    assert low(page_tokens=48).prefill_block_tokens == 16368
+    assert low(page_tokens=48).prefill_block_tokens == 32736
     wide = make(backends=[("wide", {})])
-    assert low(page_tokens=32768, registry=wide).prefill_block_tokens == 32768
+    assert low(page_tokens=65536, registry=wide).prefill_block_tokens == 65536
 
 
 @pytest.mark.parametrize(

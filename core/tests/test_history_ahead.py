@@ -151,8 +151,8 @@ def test_a_missing_wait_shows_when_history_comes_late(make, monkeypatch):
 def test_a_place_that_is_taken_too_early_shows(make, monkeypatch):
     """Fetch into the place of the block that is attended."""
 
-    def blocks(self, path, slot):
-        for block in real(self, path, slot):
+    def blocks(self, *chunk):
+        for block in real(self, *chunk):
             for number in range(len(self._blocks) * len(self.paths)):
                 self._fetch(number)
             yield block
@@ -183,12 +183,10 @@ def test_blocks_are_fetched_once_and_ahead(make):
     for number, call in enumerate(calls):
         if call == "attend":
             fetched = [c for c in calls[:number] if c != "attend"]
-            # In each layer two chunks over themselves stand among those over blocks.
-            layer, within = divmod(attended, 5)
-            done = 3 * layer + [0, 0, 1, 2, 2][within]
-            assert len(fetched) == min(done + PLACES, len(blocks))
+            # A chunk is attended along with the last block of its history.
+            assert len(fetched) == min(attended + PLACES, len(blocks))
             attended += 1
-    assert attended == 5 * LAYERS
+    assert attended == len(blocks)
     coordinator.close()
 
 
@@ -246,7 +244,8 @@ def test_memory_goes_with_the_forward(make):
         coordinator.forward_begin(prefill=[(0, 5)])
         places = coordinator.prefill.ahead._places
         row = 2 * KV_HEADS * DIM * 4
-        assert [place.nbytes for place in places] == [16 * row] * PLACES  # a block, filled up
+        # a block and the chunk, filled up
+        assert [place.nbytes for place in places] == [16 * row] * PLACES
         if drop:
             coordinator.forward_abort()
         else:

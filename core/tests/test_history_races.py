@@ -14,7 +14,7 @@ from history_driver import Driver, prompts
 
 from topkv.decode.streams import SideStream
 from topkv_testing.machines.delays import CLOCK_HZ, delayed_copies, fetched_in_time
-from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.machines.lifecycle_model import DIM, KV_HEADS, make_coordinator
 from topkv_testing.tiers import tier
 
 pytestmark = pytest.mark.gpu
@@ -126,11 +126,15 @@ def test_the_host_waits_for_nothing():
     torch.cuda.set_sync_debug_mode("error")
     try:
         ahead.begin(forward.chunks, coordinator.requests.length)
-        found = [len(k) for path in coordinator.layers for _, k, _ in ahead.blocks(path, 0)]
+        found = [
+            len(k)
+            for path in coordinator.layers
+            for _, k, _ in ahead.blocks(path, 0, 24, *torch.ones(2, 5, KV_HEADS, DIM).cuda())
+        ]
         coordinator.prefill.join()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert found == [8, 8, 8] * len(coordinator.layers)
+    assert found == [8, 8, 8 + 5] * len(coordinator.layers)
     coordinator.forward_abort()
     driver.close()
 

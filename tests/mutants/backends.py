@@ -92,6 +92,15 @@ class OneBlockOfKeys(TritonAttention):
         super().prefill(q, k[:128], v[:128], q_start, k_start, out, lse)
 
 
+class PrefillOfContiguousRows(TritonAttention):
+    """The result of prefill goes to rows that stand behind each other, wherever its own stand."""
+
+    @hookimpl
+    def prefill(self, q, k, v, q_start, k_start, out, lse):
+        strides = torch.empty(out.shape, device="meta").stride()
+        super().prefill(q, k, v, q_start, k_start, out.as_strided(out.shape, strides), lse)
+
+
 class PrefillLogsOfBaseTwo(TritonAttention):
     """The log-sum-exp of prefill is to base 2."""
 
@@ -187,6 +196,7 @@ MUTANTS = [
     _mutant(MissesItsOwnKey, "test_prefill_of_a_chunk_over_itself_is_causal"),
     _mutant(CausalByRow, "test_prefill_over_history_sees_what_is_before"),
     _mutant(OneBlockOfKeys, "test_prefill_beyond_one_block"),
+    _mutant(PrefillOfContiguousRows, "test_prefill_beyond_one_block"),
     _mutant(PrefillLogsOfBaseTwo, "test_prefill_of_blocks_merges_to_the_whole"),
     _mutant(MaskedByALargeNumber, "test_prefill_that_sees_nothing"),
     _mutant(LengthsOfTheFirstCall, "test_graph_replay_follows_its_inputs", tiers=("gpu",)),

@@ -222,9 +222,9 @@ def end_at_once(self, slot):
 _blocks, _join = HistoryAhead.blocks, SideStream.join
 
 
-def fetched_too_early(self, path, slot):
+def fetched_too_early(self, *chunk):
     """The block after the next overwrites the block that is about to be attended."""
-    for block in _blocks(self, path, slot):
+    for block in _blocks(self, *chunk):
         for staged in tuple(self._staged):
             if staged:
                 self._fetch_ahead(staged.number + PLACES)

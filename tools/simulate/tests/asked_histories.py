@@ -57,9 +57,10 @@ def prompt_of(drawn):
     return ([0, 1, 1, 2] * (2 * turn) + [other] * 32)[:count]
 
 
-def unattended(backend, q, *others):
-    """Return zeros as attention: nobody looks at them."""
-    return torch.zeros_like(q), q.new_zeros(q.shape[:2])
+def unattended(backend, q, start, blocks, out, chosen=None):
+    """Write zeros as attention: nobody looks at them."""
+    out.zero_()
+    return q.new_zeros(q.shape[:2])
 
 
 @contextmanager

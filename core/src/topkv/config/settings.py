@@ -161,9 +161,10 @@ class Settings(Generic[Unset, Size]):
     poison: bool | Unset = setting(checks.flag, False)
     """fill freed memory with NaN."""
 
-    prefill_block_tokens: int | Unset = setting(checks.count, 16384)
+    prefill_block_tokens: int | Unset = setting(checks.count, 32768)
     """tokens of history that a prefill streams at a time: a multiple of ``page_tokens``, to which
-    the default is rounded. The device holds two such blocks of a layer."""
+    the default is rounded. The device holds two such blocks of a layer, and a chunk behind
+    each."""
 
 
 def _metadata(cls: type, key: str) -> dict[str, Any]:

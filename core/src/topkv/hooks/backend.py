@@ -114,10 +114,12 @@ class Backend(Protocol):
             k, v: ``[n, Hkv, D]`` keys and values of positions ``k_start ..``; only the last
                 dimension is certain to be contiguous.
             q_start, k_start: host ints. Query i sees key j iff ``k_start + j <= q_start + i``.
-            out: fp32 ``[m, H, D]``, owned by the caller.
+            out: ``[m, H, Dv]``, fp32 or in the dtype of q, rows at any stride, owned by the
+                caller.
             lse: fp32 ``[m, H]`` natural log-sum-exp; -inf (and out 0) where no key is seen.
 
-        The core streams history block by block and merges the results by their LSE.
+        The core streams history block by block, the chunk's own keys behind the last of them, and
+        merges the results by their LSE. Of a single block it takes the result as it is.
         """
 
     @optional
@@ -136,6 +138,7 @@ class Backend(Protocol):
         """Attend as ``prefill``, but a query sees only the keys that it has selected. Cold.
 
         Args:
-            q, k, v, q_start, k_start, out, lse: as in ``prefill``.
+            q, k, v, q_start, k_start, lse: as in ``prefill``.
+            out: fp32 ``[m, H, Dv]``, contiguous.
             keep: bool ``[m, n]``, contiguous; what causality forbids stays forbidden.
         """

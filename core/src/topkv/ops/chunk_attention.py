@@ -1,9 +1,9 @@
-"""Attention of a prompt chunk in parts: over itself and over blocks of history, merged by LSE."""
+"""Attention of a prompt chunk in parts, block by block of what it sees, merged by LSE."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain, product
+from itertools import product
 
 import torch
 from attrs import frozen
@@ -66,37 +66,41 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, *, impl: str
 def chunk_attention(
     backend: Backend,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     start: int,
-    history: Iterable[tuple[int, Tensor, Tensor]],
+    blocks: Iterable[tuple[int, Tensor, Tensor]],
+    out: Tensor,
     chosen: Chosen | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend a chunk at ``start`` causally to itself and fully to its history.
+) -> Tensor:
+    """Attend a chunk at ``start`` to what stands before it and, causally, to itself.
 
     Args:
         q: ``[m, H, D]``.
-        k, v: ``[m, Hkv, D]``.
-        history: blocks of the positions before ``start``.
+        blocks: position of the first token, keys and values ``[n, Hkv, D]``, one block behind the
+            other; the last one ends with the chunk.
+        out: ``[m, H, Dv]`` in the dtype of q, to be written.
         chosen: all that each query sees; everything if None.
 
     Returns:
-        fp32 ``[m, H, Dv]`` and the fp32 ``[m, H]`` natural log-sum-exp.
+        The fp32 ``[m, H]`` natural log-sum-exp.
     """
-    shape = (*q.shape[:2], v.shape[-1])
-    out = torch.empty(shape, dtype=torch.float32, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    result: Tensor | None = None
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     impl = "triton" if q.is_cuda else "reference"
-    for first, part_k, part_v in chain([(start, k, v)], history):
-        chunk = first == start
-        part, part_lse = (out, lse) if chunk else (torch.empty_like(out), torch.empty_like(lse))
+    for first, k, v in blocks:
+        whole = result is None and first + len(k) == start + len(q) and chosen is None
+        part = out if whole else q.new_empty(out.shape, dtype=torch.float32)
+        part_lse = lse if result is None else torch.empty_like(lse)
         if chosen is None:
-            backend.prefill(q, part_k, part_v, start, first, part, part_lse)
+            backend.prefill(q, k, v, start, first, part, part_lse)
         else:
-            attend_selected(backend, q, part_k, part_v, start, first, chosen, part, part_lse)
-        if not chunk:
-            merge(out, lse, part, part_lse, impl=impl)
-    return out, lse
+            attend_selected(backend, q, k, v, start, first, chosen, part, part_lse)
+        if result is None:
+            result = part
+        else:
+            merge(result, lse, part, part_lse, impl=impl)
+    if result is not None and result is not out:
+        out.copy_(result)
+    return lse
 
 
 def attend_selected(

@@ -25,13 +25,12 @@ class Staged:
 
     Attributes:
         number: number of the block.
-        k, v: ``[n, Hkv, D]`` as stored.
-        ready: event after which ``k`` and ``v`` are there; None on a CPU.
+        rows: ``[planes, n, Hkv, D]`` as stored, and room for a chunk behind it.
+        ready: event after which the rows are there; None on a CPU.
     """
 
     number: int
-    k: Tensor
-    v: Tensor
+    rows: Tensor
     ready: torch.cuda.Event | None
 
 
@@ -43,7 +42,8 @@ class HistoryAhead:
     is attended the next is fetched, of the next layer too. A place is reused once the attention
     over its block was queued; whoever asks for a block out of turn waits for its fetch.
 
-    Memory is that of ``PLACES`` blocks, from the beginning of a forward to its end.
+    Memory is that of ``PLACES`` blocks and of a chunk behind each, from the beginning of a forward
+    to its end.
 
     Args:
         config: blocks, dtype and device.
@@ -55,6 +55,7 @@ class HistoryAhead:
         # Else the programs that are left of a long kernel would all start before a fetch.
         self._side = SideStream(config.device, URGENT)
         self._blocks: list[tuple[int, int, int]] = []  # slot, first and end of each in a layer
+        self._room = 0
         self._places: list[Tensor] = []
         self._staged: list[Staged | None] = [None] * PLACES
 
@@ -74,9 +75,9 @@ class HistoryAhead:
         ]
         if not self._blocks:
             return
-        longest = max(end - first for _, first, end in self._blocks)
-        self._tokens = -(-longest // 16) * 16  # planes begin on a multiple of 16 bytes
-        size = self._tokens * max(map(token_bytes, self.paths))
+        longest = max(min(block, int(lengths[each.slot])) + each.tokens for each in chunks)
+        self._room = -(-longest // 16) * 16  # planes begin on a multiple of 16 bytes
+        size = self._room * max(map(token_bytes, self.paths))
         self._places = [
             torch.empty(size, dtype=torch.uint8, device=self.config.device) for _ in range(PLACES)
         ]
@@ -84,17 +85,32 @@ class HistoryAhead:
             for number in range(PLACES):
                 self._fetch_ahead(number)
 
-    def blocks(self, path: LayerPath, slot: int) -> Iterator[Block]:
-        """The history of a chunk in a layer; a block is valid until the next one is asked for."""
+    def blocks(
+        self, path: LayerPath, slot: int, start: int, k: Tensor, v: Tensor
+    ) -> Iterator[Block]:
+        """All that a chunk attends to in a layer: its history, and itself at the end of the last
+        block. A block is valid until the next one is asked for.
+
+        Args:
+            start: position of the chunk.
+            k, v: ``[m, Hkv, *]`` its rows, as stored.
+        """
         layer, dtype = path.view.layer - self.paths[0].view.layer, self.config.model.dtype
-        for at, (of, first, _) in enumerate(self._blocks):
+        if not start:
+            yield 0, *path.format.unpack(k, v, dtype)
+        for at, (of, first, end) in enumerate(self._blocks):
             if of == slot:
                 number = layer * len(self._blocks) + at
                 staged = self._staged[number % PLACES]
                 if staged is None or staged.number != number:
                     staged = self._fetch(number)
                 self._side.join(staged.ready)
-                yield first, *path.format.unpack(staged.k, staged.v, dtype)
+                rows, last = staged.rows, end - first
+                if end == start:
+                    for plane, own in zip(rows, (k, v), strict=False):
+                        plane[last : last + len(own)].copy_(own)
+                    last += len(k)
+                yield first, *path.format.unpack(rows[0, :last], rows[-1, :last], dtype)
                 self._fetch_ahead(number + PLACES)
 
     def end(self) -> None:
@@ -112,12 +128,12 @@ class HistoryAhead:
         path, (slot, first, end) = self.paths[layer], self._blocks[at]
         group, place = path.view.group, number % PLACES
         self._staged[place] = None  # until it is true
-        rows = self._places[place][: self._tokens * token_bytes(path)].view(group.dtype)
-        rows = rows.view(group.planes, self._tokens, group.num_kv_heads, group.head_dim)
+        rows = self._places[place][: self._room * token_bytes(path)].view(group.dtype)
+        rows = rows.view(group.planes, self._room, group.num_kv_heads, group.head_dim)
         k, v = rows[0, : end - first], rows[-1, : end - first]
         with self._side.behind():
             path.transfer.fetch(path.view, slot, first, k, v)
-        staged = self._staged[place] = Staged(number, k, v, self._side.mark())
+        staged = self._staged[place] = Staged(number, rows, self._side.mark())
         return staged
 
 

@@ -1,4 +1,4 @@
-"""Prefill: a chunk over itself and over history streamed block by block, merged by LSE."""
+"""Prefill: a chunk over history that is streamed block by block and over itself, merged by LSE."""
 
 from __future__ import annotations
 
@@ -55,19 +55,18 @@ class Prefill:
             out: ``[m, H, Dv]``.
             sinks: fp32 ``[H]``, see ``SparseCoordinator.attention``.
         """
-        slot, selector = chunk.slot, path.selector
+        slot, selector, chosen = chunk.slot, path.selector, None
         start = int(self.requests.length[slot])
         # The stored rows are attended, so that chunks of any size give the same.
         stored = path.format.pack(*path.host.round(k, v))
-        k, v = path.format.unpack(*stored, self.config.model.dtype)
-        history, chosen = self.ahead.blocks(path, slot), None
         if selector and selector.selects_prompts:
-            chosen = selector.select_prompt(slot, start, q, k, v, index)
-        result, lse = chunk_attention(path.backend, q, k, v, start, history, chosen)
+            own = path.format.unpack(*stored, self.config.model.dtype)
+            chosen = selector.select_prompt(slot, start, q, *own, index)
+        blocks = self.ahead.blocks(path, slot, start, *stored)
+        lse = chunk_attention(path.backend, q, start, blocks, out, chosen)
         self.keep(path, chunk, q, stored, lse, index)
         if sinks is not None:
-            add_sinks(result, lse, sinks)
-        out.copy_(result)
+            add_sinks(out, lse, sinks)
 
     def keep(
         self,

@@ -168,8 +168,10 @@ class FlashAttention:
             lse.fill_(-torch.inf)
         for rows, keys, causal in spans:
             pieces = self.parts(q[rows], k[:keys], v[:keys])
-            result, log = self.library.chunk(*pieces, *self.logits, causal)
-            out[rows] = result
+            direct = out[rows] if out.dtype is q.dtype else None
+            result, log = self.library.chunk(*pieces, *self.logits, causal, direct)
+            if direct is None:
+                out[rows] = result
             lse[rows] = log
 
     @hookimpl

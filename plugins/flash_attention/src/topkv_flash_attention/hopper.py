@@ -8,6 +8,7 @@ D]`` of any strides but the last, so a unit is a page.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -186,21 +187,31 @@ class FlashAttention3:
         return result[0].unflatten(0, shape), result[1].T.unflatten(0, shape)
 
     def chunk(
-        self, q: Query, k: Tensor, v: Tensor, scale: float, softcap: float, causal: bool
+        self,
+        q: Query,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float,
+        causal: bool,
+        out: Tensor | None = None,
     ) -> Result:
         """Attention of ``[m, H, D]`` over ``[n, Hkv, D]``; causal: the last row sees all.
+
+        Args:
+            out: ``[m, H, Dv]`` in the dtype of q to write to; made if None.
 
         Returns:
             ``[m, H, Dv]`` in the dtype of q, and the fp32 ``[m, H]`` natural log-sum-exp.
         """
         keys = len(k)
-        used = torch.full((1,), keys, dtype=torch.int32, device=k.device)
         result = self.call(
             q=q.main[None],
             k=k[None],
             v=v[None],
             q_v=None if q.latent is None else q.latent[None],
-            seqused_k=used,
+            out=None if out is None else out[None],
+            seqused_k=_counted(keys, k.device),
             max_seqlen_q=len(q.main),
             max_seqlen_k=keys,
             softmax_scale=scale,
@@ -208,3 +219,9 @@ class FlashAttention3:
             is_causal=causal,
         )
         return result[0][0], result[1][0].T
+
+
+@lru_cache(maxsize=64)
+def _counted(keys: int, device: torch.device) -> Tensor:
+    """Return an int32 ``[1]`` on the device, which all layers of a forward ask for."""
+    return torch.full((1,), keys, dtype=torch.int32, device=device)

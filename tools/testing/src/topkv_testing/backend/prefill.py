@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,6 +51,8 @@ class PrefillCase:
         rows, keys: m and n.
         q_start, k_start: positions of the first query and key.
         heads_first: the keys of a head stand together; else those of a token.
+        model_out: the result goes to a part of a model's rows, in the dtype of the queries; else
+            to fp32.
         seed: of the tensors.
     """
 
@@ -60,6 +62,7 @@ class PrefillCase:
     q_start: int
     k_start: int
     heads_first: bool = False
+    model_out: bool = False
     seed: int = field(default=0)
 
     def make(self) -> PrefillInputs:
@@ -91,17 +94,21 @@ class PrefillCase:
         """Call ``prefill`` between guards; results on the CPU."""
         q = Guarded.of(inputs.q, float("nan"), device)
         pool = inputs.pool.to(device)
-        out = result(inputs.q.shape, torch.float32, device)
+        heads, several = inputs.q.shape[1], 1 + self.model_out
+        dtype = inputs.q.dtype if self.model_out else torch.float32
+        out = result((self.rows, several * heads, self.geometry.dim), dtype, device)
+        beside, body = out.body[:, :-heads], out.body[:, -heads:]
         lse = result(inputs.q.shape[:2], torch.float32, device)
         assert_unchanged(
             lambda: backend.prefill(
-                q.body, *inputs.views(pool), self.q_start, self.k_start, out.body, lse.body
+                q.body, *inputs.views(pool), self.q_start, self.k_start, body, lse.body
             ),
             {"q": q.whole, "memory of k and v": pool},
         )
         out.assert_intact("out")
         lse.assert_intact("lse")
-        return out.body.cpu(), lse.body.cpu()
+        assert bool(beside.isnan().all()), "memory beside out was written"
+        return body.cpu(), lse.body.cpu()
 
     def check(self, subject: Subject) -> None:
         """Run on a fresh instance and compare."""
@@ -119,9 +126,8 @@ def prefill_cases(draw: st.DrawFn, subject: Subject, *, itself: bool = False) ->
     start = draw(st.integers(0, 100))
     keys = rows if itself else draw(st.integers(0, 80))
     ahead = 0 if itself else draw(st.sampled_from((-60, -1, 0, 1, 13, 80)))
-    return PrefillCase(
-        g, rows, keys, start + 60 + ahead, start + 60, draw(st.booleans()), draw(seeds())
-    )
+    stand = (draw(st.booleans()), draw(st.booleans()))
+    return PrefillCase(g, rows, keys, start + 60 + ahead, start + 60, *stand, draw(seeds()))
 
 
 class PrefillTests(KitTests):
@@ -147,8 +153,11 @@ class PrefillTests(KitTests):
             (130, 130, 5, 5),  # a chunk over itself: whole blocks, and blocks on the edge
             (130, 70, 30, 5),  # history that the first queries see in part
             (3, 270, 500, 0),  # history that all see
+            (70, 200, 130, 0),  # a chunk behind its history
         ):
-            PrefillCase(geometry, rows, keys, q_start, k_start).check(subject)
+            case = PrefillCase(geometry, rows, keys, q_start, k_start)
+            for each in (case, evolve(case, model_out=True)):
+                each.check(subject)
 
     def test_prefill_that_sees_nothing(self, subject: Subject) -> None:
         geometry = plain_geometries(subject)[0]
@@ -171,8 +180,11 @@ class PrefillTests(KitTests):
             k, v = (each.to(device) for each in inputs.views(inputs.pool))
 
             def blocks(k: Tensor = k, v: Tensor = v) -> Iterator[tuple[int, Tensor, Tensor]]:
-                for first, last in ((0, 16), (16, 29), (29, 31)):
+                for first, last in ((0, 16), (16, 29), (29, 40)):
                     yield first, k[first:last], v[first:last]
 
-            got = chunk_attention(backend, inputs.q.to(device), k[31:], v[31:], 31, blocks())
-            whole.expected(inputs, model.scale).check(*got, rounded_sums(subject))
+            q = inputs.q.to(device)
+            out = result(inputs.q.shape, q.dtype, device)
+            lse = chunk_attention(backend, q, 31, blocks(), out.body)
+            out.assert_intact("out")
+            whole.expected(inputs, model.scale).check(out.body, lse, rounded_sums(subject))

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from attrs import define
+from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
 from topkv.decode.layers import LayerPath
 from topkv.decode.loads import Loads
-from topkv.prompts.history import StoredHistory
+from topkv.prompts.history import Block, StoredHistory
 
 CLOCK_HZ = 2_000_000_000
 """Upper bound of the clock of the multiprocessors of any GPU that this runs on."""
@@ -68,9 +69,15 @@ def fetched_in_time(coordinator: SparseCoordinator) -> SparseCoordinator:
     """
     config, ahead = coordinator.config, coordinator.prefill.ahead
 
-    def blocks(path: LayerPath, slot: int) -> StoredHistory:
+    def blocks(path: LayerPath, slot: int, start: int, k: Tensor, v: Tensor) -> Iterator[Block]:
         sizes = (config.prefill_block_tokens, config.model.dtype, config.device)
-        return StoredHistory(path, slot, 0, coordinator.length(slot), *sizes)
+        own = path.format.unpack(k, v, config.model.dtype)
+        if not start:
+            yield 0, *own
+        for first, *held in StoredHistory(path, slot, 0, start, *sizes):
+            last = first + len(held[0]) == start
+            k, v = map(torch.cat, zip(held, own, strict=True)) if last else held
+            yield first, k, v
 
     instead: dict[str, Any] = {"begin": lambda chunks, lengths: None, "blocks": blocks}
     for name, call in instead.items():
