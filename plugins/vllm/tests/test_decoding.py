@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 CHUNK, PAGE, LONGEST = 96, 32, 512
@@ -88,3 +90,16 @@ def test_a_small_budget_reads_the_host_pool(served, prompt):
     counts = engine.session.coordinator.transfers_of()
     assert counts.misses > 0 < counts.hits
     engine.check_nothing_is_held()
+
+
+def test_short_requests_are_dense_and_none_depends_on_others(served, stock, prompt, caplog):
+    """Requests within the budget have the tokens of stock vLLM beside longer ones, and a longer
+    one has the same tokens alone."""
+    with caplog.at_level(logging.INFO, "topkv"):
+        engine = served({"budget": 128, "buffer": 128, "unit": 16}, fresh=True)
+    assert any("requests of up to 128 tokens" in message for message in caplog.messages)
+    short, long = [prompt(length) for length in (9, 60, 90)], prompt(400)
+    alone = engine.answer([long], 24)
+    *found, beside = engine.answer([*short, long], 24)
+    assert found == stock.answer(short, 24)
+    assert [beside] == alone

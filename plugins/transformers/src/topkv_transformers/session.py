@@ -16,6 +16,7 @@ from topkv.errors import CapabilityError, RequestError
 from topkv.hooks.observer import Occupancy, TransferReport
 from topkv.report import MemoryReport, count_occupancy
 from topkv_prediction.report import ACCEPT, Prediction
+from topkv_prediction.running import predict_running
 from topkv_prefixes.stored import StoredSession
 from topkv_transformers import attention, blocks, capture, sessions
 from topkv_transformers.cache import TopkvCache
@@ -23,7 +24,7 @@ from topkv_transformers.generation import generate
 from topkv_transformers.inputs import PreparedInputs
 from topkv_transformers.latent import LatentAttention, install
 from topkv_transformers.names import HANDLE, cache_in
-from topkv_transformers.prediction import prediction
+from topkv_transformers.prediction import weights_read
 from topkv_transformers.prefixes import PromptPrefixes
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.stock import FreshLayers
@@ -188,9 +189,9 @@ class AttachedModel:
             ConfigError: with every argument that makes no sense.
             CapabilityError: there is no GPU to measure, and not both rates are given.
         """
-        return prediction(
-            self.model,
+        return predict_running(
             self.coordinator,
+            weights_read(self.model),
             context,
             requests,
             hit_rate=hit_rate,

@@ -16,7 +16,9 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from topkv import SparseConfig
 from topkv.config import LoweredConfig
+from topkv_engines.report import report
 from topkv_engines.session import Session
+from topkv_prediction import running
 from topkv_vllm.backend import TopkvBackend, chosen
 from topkv_vllm.geometry import has_other_layers, lowered_for
 from topkv_vllm.latent import (
@@ -111,6 +113,19 @@ class TopkvWorker(Worker):
         self.group = self.blocks.join(kv_cache_config)
         self.allocate(self.topkv_config)
         super().initialize_from_config(kv_cache_config)
+        if self.is_driver_worker:
+            self._report()
+
+    def _report(self) -> None:
+        """Log which requests are dense, and on a GPU how long a step will take."""
+        coordinator, model = self.session.coordinator, self.model_config.hf_text_config
+        report(coordinator.config)
+        # A step reads all weights but those of an embedding that is no head as well.
+        tied = getattr(model, "tie_word_embeddings", False)
+        named = self.model_runner.get_model().named_parameters()
+        weights = sum(each.nbytes for name, each in named if tied or "embed_tokens" not in name)
+        device = coordinator.config.device
+        running.report(device, lambda: running.predict_running(coordinator, weights))
 
     def allocate(self, config: LoweredConfig) -> None:
         """Make the coordinator; all ranks do at a time. Raises as above."""
