@@ -114,6 +114,7 @@ UNIFORM = (residual_estimate, "uniform_units_give_attention_to_everything")
 DIFFERS = (keydiff_pages, "pages_are_worth_what_the_formula_says")
 OWN_SCORES = "every_page_has_a_score_of_its_own_request"
 SHARES = (residual_estimate, "many_shares_and_many_ids")
+WEIGHED = "the_reference_scores_units_as_the_formula_says"
 COPIES = (top_p_keys, "kernels_write_what_the_reference_writes")
 AGREES = (sparsity_selection, "selection_agrees_with_float64")
 BF16 = {"label": "bf16", "dtype": torch.bfloat16, "kv_heads": 4, "group": 4, "channels": 8}
@@ -194,7 +195,7 @@ MUTANTS = [
     rocket_kit(rocket.UnitsNeedAllTokens, ORACLE),
     rocket_kit(rocket.SignOfFirstHead, ORACLE),
     rocket_kit(rocket.ReadsSmallestChannels, ORACLE),
-    rocket_kit(rocket.NoTemperature, ORACLE),
+    of_bounds(rocket.NoTemperature, rocketkv_scores, WEIGHED),
     of_bounds(
         rocket.OpenUnitUncounted, rocketkv_scores, "bounds_token_by_token_are_those_at_once"
     ),

@@ -127,6 +127,30 @@ def test_kernels_score_and_read_what_the_formula_says(subject):
     check()
 
 
+def test_the_reference_scores_units_as_the_formula_says(subject):
+    """Few channels or all of them are read, by heads of different temperatures."""
+    if subject.tier.impl != "reference":
+        pytest.skip("the scores of kernels are compared above")
+
+    @examples(subject.tier, cpu=4, interpret=0, gpu=0)
+    @given(case=cases(subject, exact=False), count=st.integers(1, 4))
+    def check(case, count):
+        bench = AlgorithmBench(subject, evolve(case, params={}))
+        model, unit = bench.model, bench.group.unit
+        q, units = drawn(count, model.num_heads, model.head_dim), drawn(5, 6, unit, model.head_dim)
+        bounds = reference.minmax(units[:, :, None], torch.ones(6, unit, dtype=torch.bool))
+        every = bounds.expand(-1, model.num_kv_heads, -1, -1)
+        kept = {"bounds": every[None], "count": torch.tensor([count])}
+        got = bench.algorithm.score(q[None], kept)[0]
+        groups = got.split(model.group_size), q.split(model.group_size)
+        for found, heads in zip(*groups, strict=True):
+            truth = formulas.scores(heads, units, count)
+            truth = truth * (model.scale * model.head_dim**0.5)
+            torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=1e-5)
+
+    check()
+
+
 def compare(bench, row, slot, q, read):
     """Raw scores and sides of one row, after ``lane_scores``."""
     model, group, algorithm = bench.model, bench.group, bench.algorithm
