@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from plugins.vllm.tests import tiny
 from plugins.vllm.tests.lives import live, same
@@ -20,7 +21,8 @@ LENGTHS = (40, 97, 200, 9, 126, 1, 120)
 
 def drafting(method, drafter):
     """Arguments of an engine that drafts 3 tokens."""
-    drafts = {"method": method, "model": drafter, "num_speculative_tokens": 3}
+    drafts = {"method": method, "num_speculative_tokens": 3}
+    drafts |= {"model": drafter} if drafter else {}
     return {"speculative_config": drafts, "async_scheduling": False}
 
 
@@ -86,6 +88,23 @@ def test_a_drafter_that_reads_hidden_states(
     assert max(found) >= 2 * PAGE
     groups = engine.scheduler.kv_cache_config.kv_cache_groups
     assert [len(group.layer_names) for group in groups] == [1, 1], "one of topkv's three is shown"
+    check_nothing_is_held(engine)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU: it was not run there")
+@pytest.mark.parametrize("kind", ["mimo", "glm4_moe"])
+def test_a_layer_of_the_model_that_drafts(kind, served, stock_of, prompt, monkeypatch, tmp_path):
+    """Such a layer (MTP) comes with the model, and its keys stay with vLLM."""
+    from vllm.distributed import parallel_state as groups
+
+    groups._EP = groups._EP or groups._TP  # see test_mixtures
+    path = getattr(tiny, kind)(tmp_path)
+    engine = drafted(served, path, "mtp", None, fresh=True, enable_prefix_caching=True)
+    counts, prompts = count_drafts(engine, monkeypatch), [prompt(length) for length in LENGTHS]
+    for _ in range(2):
+        assert engine.answer(prompts, 40) == stock_of(path).answer(prompts, 40)
+    assert 0 < counts["rejected"] < counts["drafts"]
     check_nothing_is_held(engine)
 
 

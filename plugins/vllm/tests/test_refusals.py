@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from plugins.vllm.tests import tiny
 from topkv.errors import CapabilityError, ConfigError, RequestError
 from topkv_testing.integrity import check_integrity
 from topkv_vllm import engine_args
@@ -117,14 +118,14 @@ def test_drafts_of_other_methods_are_refused(model, version):
     drafts = {"num_speculative_tokens": 3, "parallel_drafting": False}
     config = configured(model)
     config.speculative_config = SimpleNamespace(
-        method="mtp", **drafts | {"parallel_drafting": True}
+        method="medusa", **drafts | {"parallel_drafting": True}
     )
     config.scheduler_config.async_scheduling = True
     config.additional_config["topkv"] |= {"max_queries": 2}
     with pytest.raises(CapabilityError) as caught:
         check(config, version)
     reported = "\n".join(caught.value.reasons)
-    assert "method 'mtp'; say one of ngram, draft_model, eagle, eagle3" in reported
+    assert "method 'medusa'; say one of ngram, draft_model, eagle, eagle3, mtp" in reported
     assert "drafts in parallel, which were not run yet" in reported
     assert "beside asynchronous scheduling; say async_scheduling=False" in reported
     assert "max_queries is one more than num_speculative_tokens of vLLM" in reported
@@ -135,6 +136,23 @@ def test_drafts_of_other_methods_are_refused(model, version):
     config.scheduler_config.async_scheduling = False
     with pytest.raises(ConfigError, match="max_queries"):
         check(config, version)
+
+
+def test_other_layers_that_draft_are_refused(needs_vllm, version, tmp_path):
+    """Refused are several such layers (MTP), and those that read keys of the model's."""
+    path = tiny.mimo(tmp_path)
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    options = {"skip_tokenizer_init": True, "max_model_len": 512, "async_scheduling": False}
+    config = configured(path, speculative_config=drafts, **options)
+    check(config, version)
+    config.speculative_config.draft_model_config.hf_config.update(
+        {"num_nextn_predict_layers": 2, "model_type": "gemma4_mtp"}
+    )
+    with pytest.raises(CapabilityError) as caught:
+        check(config, version)
+    several, shared = caught.value.reasons
+    assert several.endswith("several MTP layers")
+    assert shared.endswith("MTP layers that read keys of the model's")
 
 
 def test_asynchronous_scheduling_is_refused(model, version):

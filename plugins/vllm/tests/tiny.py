@@ -106,6 +106,50 @@ def eagle3(path):
     return _drafter(path, weights | more, architectures=["LlamaForCausalLMEagle3"], **reads)
 
 
+def mimo(path):
+    """Save layers that all attend to everything, and a layer that drafts (MTP)."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    shape = {**SIZES, "num_hidden_layers": 3, "tie_word_embeddings": False}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape)).float()
+    last = model.model.layers[2].state_dict()
+    ones = dict.fromkeys(
+        ("token_layernorm", "hidden_layernorm", "final_layernorm"), torch.ones(256)
+    )
+    more = {f"{name}.weight": each for name, each in ones.items()}
+    more["input_proj.weight"] = torch.randn(256, 512) * 0.05
+    drafter = {f"model.mtp_layers.0.{name}": each.clone() for name, each in (last | more).items()}
+    save(path, model)
+    changes = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    return _drafter(path, model.state_dict() | drafter, **changes)
+
+
+def glm4_moe(path):
+    """Save layers of experts that all attend to everything, and one more that drafts (MTP)."""
+    from safetensors.torch import load_file
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    shape = {**SIZES, **experts, "first_k_dense_replace": 1, "tie_word_embeddings": False}
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**shape, num_hidden_layers=3)).float()
+    save(path, model)
+    weights = load_file(path / "model.safetensors")
+    layer = "model.layers.2."
+    drafter = {
+        name.replace(layer, "model.layers.3."): weight.clone()
+        for name, weight in weights.items()
+        if name.startswith(layer)
+    }
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        drafter[f"model.layers.3.{name}.weight"] = torch.ones(256)
+    drafter["model.layers.3.eh_proj.weight"] = torch.randn(256, 512) * 0.05
+    for name, whole in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        drafter[f"model.layers.3.{name}.weight"] = weights[f"{whole}.weight"].clone()
+    return _drafter(path, weights | drafter, num_nextn_predict_layers=1)
+
+
 def _layer_of(path):
     """Weights of the layer of a saved model."""
     from transformers import LlamaForCausalLM

@@ -16,7 +16,7 @@ from topkv_vllm.args import EIGHT_BITS
 WINDOW = "sliding_attention"
 """Name that models have for a layer that attends to a window."""
 
-DRAFTERS = ("draft_model", "eagle", "eagle3")
+DRAFTERS = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods of speculative decoding whose drafter has layers of its own."""
 
 

@@ -189,14 +189,18 @@ def _latent_reasons(config: Any) -> list[str]:
 
 def _draft_reasons(config: Any) -> list[str]:
     """Reasons against drafts: of other methods, or whose number is not known."""
-    drafts = config.speculative_config
+    drafts, device = config.speculative_config, config.device_config.device_type
     if drafts is None:
         return []
+    layers = drafts.method == "mtp"
     refused = {
         f"speculative decoding with method {drafts.method!r}; say one of {', '.join(DRAFTED)}": (
             drafts.method not in DRAFTED
         ),
         "drafts in parallel, which were not run yet": getattr(drafts, "parallel_drafting", False),
+        "MTP on a GPU, where it was not run yet": layers and device == "cuda",
+        "several MTP layers": layers and drafts.use_multi_module_mtp(),
+        "MTP layers that read keys of the model's": layers and drafts.use_gemma4_mtp(),
         # The scheduler does not know yet what was rejected when it begins the next step.
         "speculative decoding beside asynchronous scheduling; say async_scheduling=False": (
             config.scheduler_config.async_scheduling
