@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 
 from topkv.assembly.stages import make_stages
 from topkv.config import LoweredConfig, LoweredGroup
+from topkv.config.pairs import pair_reasons, undo_reasons
 from topkv.config.stages import Named
 from topkv.decode.lanes import LaneBuffers
 from topkv.decode.layers import LayerPath
@@ -77,8 +78,8 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
     reasons = []
     for group, algorithm, reads in zip(config.groups, algorithms, backends, strict=True):
         if algorithm is not None:
-            reasons += _pair_reasons(algorithm, reads, config.backend, group)
-            reasons += _undo_reasons(algorithm.spec().undo, group, config.max_queries)
+            reasons += pair_reasons(algorithm, reads, config.backend, group)
+            reasons += undo_reasons(algorithm.spec().undo, group, config.max_queries)
     if reasons:
         raise ConfigError(CONFIG_REFUSED, reasons)
     specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]
@@ -104,47 +105,6 @@ def _make_algorithm(
     sizes = topk, group.queries
     setup = AlgorithmSetup(config.model, stages.group, group.params, config.device, *sizes)
     return stages.behind(registry.create("algorithm", group.algorithm, setup, config.impl))
-
-
-def _pair_reasons(
-    algorithm: Algorithm, backend: Backend, named: str, group: LoweredGroup
-) -> list[str]:
-    """Reasons against an algorithm with the backend ``named`` that only instances can give."""
-    reasons, name = [], group.algorithm
-    if has_hook(algorithm, "correct") and (group.regrained or group.indexed):
-        reasons.append(
-            f"{name} selects single tokens of units that are attended whole, and what is "
-            "corrected for (correct) is what no attended unit holds; leave that stage out, or "
-            "set unit to 1"
-        )
-    if has_hook(algorithm, "retrieve_prompt") and not has_hook(backend, "prefill_selected"):
-        reasons.append(
-            "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
-            f"{named} has no prefill_selected; choose another backend"
-        )
-    if has_hook(algorithm, "correct") and group.selecting != group.shape.layers:
-        reasons.append(
-            f"{name} corrects what was attended (correct), by what it keeps of every layer, "
-            "and some layers share a selection and keep nothing; leave one of the two out"
-        )
-    least = algorithm.spec().ring_tokens
-    ring = group.selected_as.ring_slots * group.selected_as.unit
-    if ring < least:
-        reasons.append(
-            f"{name} reads a ring of at least {least} tokens, got {ring}; raise "
-            f"ring_tokens to {least}"
-        )
-    return reasons
-
-
-def _undo_reasons(undo: int | None, group: LoweredGroup, queries: int) -> list[str]:
-    """The reason against drafts that an algorithm could not take back."""
-    if undo is None or undo >= queries - 1:
-        return []
-    return [
-        f"{group.algorithm} can take back the last {undo} tokens of what it accumulates, and of "
-        f"{queries} tokens of a row {queries - 1} may be rejected; lower max_queries to {undo + 1}"
-    ]
 
 
 class Tensors:
