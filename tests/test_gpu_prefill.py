@@ -80,7 +80,13 @@ def test_a_prompt_takes_the_same_memory_however_long_it_is():
     coordinator.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"host_format": "fp8"}, {"layers": {"1": "resident"}}])
+BUFFERED = {"prefill_buffer_tokens": 20480}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"host_format": "fp8"}, {"layers": {"1": "resident"}}, BUFFERED],
+)
 def test_outputs_are_those_of_history_that_is_fetched_in_time(options):
     """Sizes at which attention and copies take long enough to overlap."""
     length, chunk = 40960, 4096

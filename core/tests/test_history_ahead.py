@@ -62,13 +62,15 @@ def act(driver, data):
 @FORMATS
 def test_outputs_are_those_of_history_that_is_fetched_in_time(host_format, on):
     """Equal over chunks of several requests, decode beside them, forks, cuts, forwards dropped
-    after any layer, and layers in any order."""
+    after any layer, layers in any order, and a prompt buffer of any size."""
 
     @examples(on, cpu=15, interpret=1, gpu=30)
     @given(st.data())
     def check(data):
         options = {"host_format": host_format, "resident_fast_path": data.draw(st.booleans())}
-        made = [make_coordinator(on, **options) for _ in range(2)]
+        buffer = data.draw(st.sampled_from([0, 7, 16, 24, 96]), "prompt buffer")
+        sizes = {"prefill_buffer_tokens": buffer}, {}
+        made = [make_coordinator(on, **options, **size) for size in sizes]
         driver = Driver(made[0], fetched_in_time(made[1]))
         try:
             for _ in range(data.draw(st.integers(3, 14), "steps")):
@@ -136,7 +138,9 @@ def played(*coordinators):
 @FORMATS
 def test_history_that_comes_late_is_waited_for(make, host_format):
     options = {"host_format": host_format}
-    played(fetched_in_time(make(**options)), late(make(**options)), make(**options))
+    more = options | {"prefill_buffer_tokens": 24}
+    made = [late(make(**each)) for each in (options, more)]
+    played(fetched_in_time(make(**options)), *made, make(**options))
 
 
 def test_a_missing_wait_shows_when_history_comes_late(make, monkeypatch):
@@ -153,7 +157,7 @@ def test_a_place_that_is_taken_too_early_shows(make, monkeypatch):
 
     def blocks(self, *chunk):
         for block in real(self, *chunk):
-            for number in range(len(self._blocks) * len(self.paths)):
+            for number in range(len(self._spans) * len(self.paths)):
                 self._fetch(number)
             yield block
 
@@ -190,6 +194,53 @@ def test_blocks_are_fetched_once_and_ahead(make):
     coordinator.close()
 
 
+def test_what_the_prompt_buffer_has_is_not_fetched(make):
+    """Fetched are tokens behind it, those of another request, and all again after a cut or a
+    dropped forward; units that a chunk has begun are fetched whole."""
+    coordinator, calls = make(prefill_buffer_tokens=16), []
+    driver = Driver(coordinator)
+    for transfer in coordinator.transfers:
+        transfer.fetch = partial(
+            lambda real, view, slot, start, k, v: (
+                calls.append((slot, start, start + len(k))) if view.layer == 0 else None,
+                real(view, slot, start, k, v),
+            ),
+            transfer.fetch,
+        )
+
+    def fetched(*chunks, **more):
+        calls.clear()
+        driver.forward(chunks=chunks, **more)
+        return [*calls]
+
+    driver.begin()
+    driver.begin()
+    assert fetched((0, 5)) == []
+    assert fetched((0, 6), (1, 3)) == [(0, 4, 5)]
+    assert fetched((0, 2)) == [(0, 10, 11)]
+    assert fetched((0, 1), layers=range(2), drop=True) == [(0, 12, 13)]
+    assert fetched((0, 1)) == [(0, 0, 8), (0, 8, 13)]
+    driver.forward([0])
+    assert fetched((0, 1)) == [(0, 14, 15)]
+    driver.call("rollback", 0, 14)
+    assert fetched((0, 1)) == []
+    assert fetched((0, 3)) == [(0, 8, 15)], "this block and the chunk do not fit"
+    assert fetched((0, 5)) == [(0, 8, 16), (0, 16, 18)]
+    assert fetched((0, 1)) == [(0, 16, 23)]
+    assert fetched((1, 1)) == [(1, 0, 3)]
+    assert fetched((1, 1), (0, 1)) == [(0, 0, 8), (0, 8, 16), (0, 16, 24)]
+    driver.close()
+
+
+def test_the_prompt_buffer_is_counted(make):
+    coordinators = [make(prefill_buffer_tokens=tokens) for tokens in (0, 40)]
+    plain, more = (each.required_bytes(each.config, each.registry) for each in coordinators)
+    row = 2 * KV_HEADS * DIM * 4
+    assert more.device - plain.device == LAYERS * 48 * row, "rows come in sixteens"
+    for each in coordinators:
+        each.close()
+
+
 def begun_again(coordinator, chunks, inputs):
     """Run a forward, dropped and begun again at each interrupt; return its outputs."""
     while True:
@@ -208,7 +259,8 @@ def begun_again(coordinator, chunks, inputs):
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 7, 8])
 def test_a_forward_that_was_cut_short_can_be_done_again(make, monkeypatch, call, number):
     """Interrupt a call of its first layers, or its beginning."""
-    cut, whole = late(make()), fetched_in_time(make())
+    cut = late(make(prefill_buffer_tokens=16 * (number % 2)))
+    whole = fetched_in_time(make())
     driver = Driver(cut, whole)
     driver.begin()
     driver.begin()

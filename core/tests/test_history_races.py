@@ -57,11 +57,11 @@ def adversary(name, coordinator):
             yield
 
 
-def raced(slowed, broken=contextlib.nullcontext):
+def raced(slowed, broken=contextlib.nullcontext, buffer=0):
     """Compare ``prompts`` with history in time, ahead, and ahead with one side slowed down."""
     found = []
     for run in ("in time", "ahead", slowed):  # compiled and allocated before one side is slowed
-        coordinator = make_coordinator(tier("gpu"))
+        coordinator = make_coordinator(tier("gpu"), prefill_buffer_tokens=buffer)
         driver = Driver(fetched_in_time(coordinator) if run == "in time" else coordinator)
         try:
             with contextlib.ExitStack() as stack:
@@ -83,8 +83,9 @@ ADVERSARIES = pytest.mark.parametrize("adversary_name", ["copies", "attention"])
 
 
 @ADVERSARIES
-def test_either_side_may_be_late(adversary_name):
-    raced(adversary_name)
+@pytest.mark.parametrize("buffer", [0, 16, 48])
+def test_either_side_may_be_late(buffer, adversary_name):
+    raced(adversary_name, buffer=buffer)
 
 
 @contextlib.contextmanager
@@ -125,7 +126,7 @@ def test_the_host_waits_for_nothing():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ahead.begin(forward.chunks, coordinator.requests.length)
+        ahead.begin(forward.chunks)
         found = [
             len(k)
             for path in coordinator.layers

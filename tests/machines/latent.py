@@ -124,6 +124,7 @@ class LatentMachine(TokenLives):
             buffer=(select + spare) * unit,
             page_tokens=page,
             ring_tokens=ring * unit,
+            prefill_buffer_tokens=16,
         )
         self.begin_request()
 

@@ -224,19 +224,20 @@ class LifecycleMachine(Lives):
         share=st.sampled_from(["F", "F", "FS"]),
         queries=st.sampled_from([1, 2, 4, 8]),
         verification=st.sampled_from(["joint", "exact"]),
+        prompts=st.sampled_from([0, 16, 48]),
         seed=st.integers(0, 9),
     )
     def start(
         self, scope: str = "kv_head", unit: int = 4,
         other: int | None = None, fast: bool = True, buffer: int = 24, page: int = 4,
         host_format: str = "model", stages: tuple[str, ...] = (), share: str = "F",
-        queries: int = 1, verification: str = "joint", seed: int = 0,
+        queries: int = 1, verification: str = "joint", prompts: int = 0, seed: int = 0,
     ) -> None:  # fmt: skip
         """``other`` is the unit of the second sparse layer, in a group of its own. Entries are
         coded only where the transfer engine states that it can. ``stages`` leave what they are
         given, and one of them keeps keys; they take one query at a time. With ``share`` the second
         sparse layer attends to what the first has selected, unless it is in a group of its own.
-        ``queries`` is the most of a row."""
+        ``queries`` is the most of a row, ``prompts`` tokens of the prompt buffer."""
         layers: dict[str, Any] = {"1": "resident", "2": "streamed"}
         if other is not None:
             layers["3"] = {"unit": other, "scope": "shared", "buffer": 16}
@@ -254,6 +255,7 @@ class LifecycleMachine(Lives):
             ring_tokens=max(2 * widest if widest > 1 else 3, drafted),
             max_queries=queries,
             verification="exact" if stages else verification,
+            prefill_buffer_tokens=prompts,
             layers=layers,
             stages=stages,
             share=share,

@@ -171,6 +171,21 @@ def a_prompt_comes_in_chunks_beside_decode(machine: Lives) -> None:
     machine.forward(Forward(rows=[fourth, 0, third, other]))
 
 
+def prompts_go_on_after_cuts(machine: Lives) -> None:
+    """Nothing stays in the prompt buffer that was taken back, dropped, or another request's."""
+    machine.prefill_alone(0, 9)
+    machine.roll_back(0, 2)
+    _decode(machine, 0, 3)
+    machine.prefill_alone(0, 4)
+    machine.prefill_alone(0, 4, stop=LAYERS)
+    _decode(machine, 0, 4)
+    machine.prefill_alone(0, 3)
+    other = machine.begin_request()
+    for slot in (other, 0, other):
+        machine.prefill_alone(slot, 9)
+        machine.everything_is_in_place()
+
+
 def copies_come_late(machine: Lives) -> None:
     """Prompts and decode on a GPU whose side streams lag; see ``delayed_copies``.
 
@@ -207,5 +222,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     the_last_page_goes_to_one_of_two,
     a_request_ends_while_others_decode,
     a_prompt_comes_in_chunks_beside_decode,
+    prompts_go_on_after_cuts,
 )
 """Scenarios that run on every tier."""

@@ -237,6 +237,29 @@ def waits_for_no_mark(self, mark=None):
         _join(self)
 
 
+_cut, _refill = Requests._cut, Requests.restore
+
+
+def cut_stays_buffered(self, slots, lengths):
+    """The prompt buffer goes on to count tokens that were taken back."""
+    buffered = self.buffered[slots]
+    _cut(self, slots, lengths)
+    self.buffered[slots] = buffered
+
+
+def restore_trusts_the_prompt_buffer(self, slot):
+    """A dropped forward leaves its tokens in the prompt buffer."""
+    buffered = self.buffered[slot]
+    _refill(self, slot)
+    self.buffered[slot] = buffered
+
+
+def hands_over_what_was_there(self, slot):
+    """A request has in the prompt buffer what it had before another one's tokens came."""
+    self._owner = slot
+
+
+PROMPTS = scenario(scenarios.prompts_go_on_after_cuts, prompts=48)
 EDGE = scenario(scenarios.an_abort_at_the_edge_of_a_unit, fast=False)
 LONG = scenario(scenarios.a_long_request_rolls_back_and_goes_on, fast=False)
 FILL = scenario(scenarios.a_prompt_fills_up_the_unit_that_decode_began, unit=4, buffer=24)
@@ -326,6 +349,18 @@ MUTANTS = [
     LifecycleMutant(
         "history is fetched over the block that is attended",
         *(HistoryAhead, "blocks", fetched_too_early, CHUNKS),
+    ),
+    LifecycleMutant(
+        "what was taken back stays in the prompt buffer",
+        *(Requests, "_cut", cut_stays_buffered, PROMPTS),
+    ),
+    LifecycleMutant(
+        "what was dropped stays in the prompt buffer",
+        *(Requests, "restore", restore_trusts_the_prompt_buffer, PROMPTS),
+    ),
+    LifecycleMutant(
+        "the prompt buffer is handed over with what was there",
+        *(HistoryAhead, "_hand_over", hands_over_what_was_there, PROMPTS),
     ),
     LifecycleMutant(
         "history is attended before it is there",

@@ -139,7 +139,7 @@ class SparseCoordinator(BetweenForwards):
             self.requests.flush(chunk.slot)
         self._upload(rows, forward.appended, queries)
         if forward.chunks:
-            self.prefill.ahead.begin(forward.chunks, self.requests.length)
+            self.prefill.ahead.begin(forward.chunks)
         self.forward = forward
         self.observers.notify("before_forward", forward)
 

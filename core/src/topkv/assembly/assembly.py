@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from attrs import evolve, frozen
+from torch import Tensor
 
 from topkv.assembly.stages import make_stages
 from topkv.config import LoweredConfig, LoweredGroup
@@ -26,6 +27,7 @@ from topkv.hooks.transfer import Transfer, TransferSetup
 from topkv.kv.host_pool import HostKVPool
 from topkv.kv.step import StepUploader
 from topkv.memory.manager import SparseKVCacheManager
+from topkv.memory.prompt_buffer import prompt_buffer
 from topkv.plugins import PluginRegistry
 from topkv.plugins.contract import has_hook
 from topkv.report import MemoryReport, count_memory
@@ -118,7 +120,7 @@ class Tensors:
         manager: host pool, buffers, maps, representations.
         uploader: step tensors.
         lanes: buffers of each group.
-        views: by layer number, the view of transfer and backend, and the selector.
+        views: by layer number: view of transfer and backend, selector, prompt buffer.
     """
 
     def __init__(self, config: LoweredConfig, plugins: Plugins, device: torch.device) -> None:
@@ -143,7 +145,7 @@ class Tensors:
                 singles = self.uploader.singles
                 lanes.singles = [LaneBuffers(config, index, rows, 1, device) for rows in singles]
             self.lanes.append(lanes)
-        self.views: dict[int, tuple[LayerView, Selector | None]] = {}
+        self.views: dict[int, tuple[LayerView, Selector | None, Tensor]] = {}
         for index, algorithm in enumerate(plugins.algorithms):
             for view, selecting in self.manager.layer_views(index, self.uploader.step):
                 selector: Selector | None = None
@@ -152,7 +154,8 @@ class Tensors:
                 elif algorithm:
                     selects_prompts = has_hook(algorithm, "retrieve_prompt")
                     selector = Selector(selecting, self.lanes[index], selects_prompts)
-                self.views[view.layer] = (view, selector)
+                prompts = prompt_buffer(config, view.group, device)
+                self.views[view.layer] = (view, selector, prompts)
 
     def memory(self, plugins: Plugins) -> MemoryReport:
         """Bytes of these tensors and of the scratch of plugins."""
@@ -199,6 +202,7 @@ def connect(
                 selector=tensors.views[view.layer][1],
                 k_slots=k_slots,
                 v_slots=v_slots,
+                prompts=tensors.views[view.layer][2],
             )
             path.singles = [_single(path, lanes) for lanes in path.lanes.singles]
             paths.append(path)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -13,10 +13,32 @@ from topkv.config import LoweredConfig
 from topkv.decode.layers import Chunk, LayerPath
 from topkv.decode.streams import URGENT, SideStream
 from topkv.errors import undone_by
+from topkv.memory.prompt_buffer import token_bytes, token_rows
 from topkv.prompts.history import Block
+from topkv.requests.requests import Requests
 
 PLACES = 2
 """Blocks that are attended or on their way at once, each in a place of its own."""
+
+
+@frozen
+class Span:
+    """A block of a request's history, and its chunk behind the last one.
+
+    Attributes:
+        slot: of the request.
+        first, end: positions of the history.
+        rows: tokens with the chunk, if it is behind.
+        held: first position that has to be fetched.
+        buffered: True if it is in the prompt buffer, where it stays.
+    """
+
+    slot: int
+    first: int
+    end: int
+    rows: int
+    held: int
+    buffered: bool
 
 
 @frozen
@@ -42,48 +64,64 @@ class HistoryAhead:
     is attended the next is fetched, of the next layer too. A place is reused once the attention
     over its block was queued; whoever asks for a block out of turn waits for its fetch.
 
-    Memory is that of ``PLACES`` blocks and of a chunk behind each, from the beginning of a forward
-    to its end.
+    One request at a time has the prompt buffer, where its first tokens stay from forward to
+    forward; one that comes without it takes it over. Blocks are the same with and without it.
+    Other memory is that of ``PLACES`` blocks and of a chunk behind each, from the beginning of a
+    forward to its end.
 
     Args:
         config: blocks, dtype and device.
+        requests: lengths, and what the prompt buffer has of each.
         paths: of all layers, in order.
     """
 
-    def __init__(self, config: LoweredConfig, paths: Sequence[LayerPath]) -> None:
-        self.config, self.paths = config, paths
+    def __init__(self, config: LoweredConfig, requests: Requests, paths: list[LayerPath]) -> None:
+        self.config, self.requests, self.paths = config, requests, paths
         # Else the programs that are left of a long kernel would all start before a fetch.
         self._side = SideStream(config.device, URGENT)
-        self._blocks: list[tuple[int, int, int]] = []  # slot, first and end of each in a layer
-        self._room = 0
+        self._owner = -1  # slot of the request that has the prompt buffer
+        self._attended: set[int] = set()  # layers that have run over what it has
+        self._spans: list[Span] = []  # of each layer
         self._places: list[Tensor] = []
         self._staged: list[Staged | None] = [None] * PLACES
 
-    def begin(self, chunks: Sequence[Chunk], lengths: np.ndarray) -> None:
+    def begin(self, chunks: Sequence[Chunk]) -> None:
         """Start to fetch for a forward.
 
         Args:
             chunks: in the order in which each layer attends them.
-            lengths: int32 ``[R]`` tokens that are stored of each request.
         """
         self.end()
-        block = self.config.prefill_block_tokens
-        self._blocks = [
-            (chunk.slot, first, min(first + block, length))
-            for chunk, length in ((each, int(lengths[each.slot])) for each in chunks)
-            for first in range(0, length if chunk.tokens else 0, block)
-        ]
-        if not self._blocks:
-            return
-        longest = max(min(block, int(lengths[each.slot])) + each.tokens for each in chunks)
+        live = [chunk for chunk in chunks if chunk.tokens]
+        if live and self._owner not in [chunk.slot for chunk in live]:
+            self._hand_over(live[-1].slot)  # engines go on with the last one
+        self._spans = [span for chunk in live for span in self._spans_of(chunk)]
+        longest = max((span.rows for span in self._spans if not span.buffered), default=0)
         self._room = -(-longest // 16) * 16  # planes begin on a multiple of 16 bytes
-        size = self._room * max(map(token_bytes, self.paths))
-        self._places = [
-            torch.empty(size, dtype=torch.uint8, device=self.config.device) for _ in range(PLACES)
-        ]
+        size = self._room * max(token_bytes(path.view.group) for path in self.paths)
+        memory = partial(torch.empty, size, dtype=torch.uint8, device=self.config.device)
+        self._places = [memory() for _ in range(PLACES if size else 0)]
         with undone_by(self.end):
             for number in range(PLACES):
                 self._fetch_ahead(number)
+
+    def _hand_over(self, slot: int) -> None:
+        """Give the prompt buffer to a request, which has nothing in it yet."""
+        self._owner, self.requests.buffered[slot] = slot, 0
+
+    def _spans_of(self, chunk: Chunk) -> Iterator[Span]:
+        """Cut the history of a chunk into blocks: one, of no tokens, for a first chunk that the
+        prompt buffer is to keep, and none for another first one."""
+        slot, block = chunk.slot, self.config.prefill_block_tokens
+        length, held = (int(each[slot]) for each in (self.requests.length, self.requests.buffered))
+        room = self.paths[0].prompts.shape[1] if slot == self._owner else 0
+        for first in range(0, max(length, 1), block):
+            end = min(first + block, length)
+            rows = end - first + chunk.tokens * (end == length)
+            buffered = first + rows <= room
+            if length or buffered:
+                since = max(first, min(held, end)) if buffered else first
+                yield Span(slot, first, end, rows, since, buffered)
 
     def blocks(
         self, path: LayerPath, slot: int, start: int, k: Tensor, v: Tensor
@@ -96,48 +134,53 @@ class HistoryAhead:
             k, v: ``[m, Hkv, *]`` its rows, as stored.
         """
         layer, dtype = path.view.layer - self.paths[0].view.layer, self.config.model.dtype
-        if not start:
+        spans = [(at, span) for at, span in enumerate(self._spans) if span.slot == slot]
+        if not spans:
             yield 0, *path.format.unpack(k, v, dtype)
-        for at, (of, first, end) in enumerate(self._blocks):
-            if of == slot:
-                number = layer * len(self._blocks) + at
-                staged = self._staged[number % PLACES]
-                if staged is None or staged.number != number:
-                    staged = self._fetch(number)
-                self._side.join(staged.ready)
-                rows, last = staged.rows, end - first
-                if end == start:
-                    for plane, own in zip(rows, (k, v), strict=False):
-                        plane[last : last + len(own)].copy_(own)
-                    last += len(k)
-                yield first, *path.format.unpack(rows[0, :last], rows[-1, :last], dtype)
-                self._fetch_ahead(number + PLACES)
+        for at, span in spans:
+            number = layer * len(self._spans) + at
+            staged = self._staged[number % PLACES]
+            if staged is None or staged.number != number:
+                staged = self._fetch(number)
+            self._side.join(staged.ready)
+            rows, last = staged.rows, span.end - span.first
+            if span.end == start:
+                for plane, own in zip(rows, (k, v), strict=False):
+                    plane[last : last + len(own)].copy_(own)
+                last += len(k)
+            yield span.first, *path.format.unpack(rows[0, :last], rows[-1, :last], dtype)
+            self._fetch_ahead(number + PLACES)
+        if slot == self._owner:
+            self._attended.add(layer)
 
     def end(self) -> None:
-        """Let go of the memory, once copies that are under way to it have ended."""
-        if self._places:
+        """Let go of the memory, once copies to it have ended, and count what the prompt buffer has
+        if all layers have attended to it."""
+        if self._spans:
             self._side.join()
-        self._blocks, self._places, self._staged = [], [], [None] * PLACES
+        if len(self._attended) == len(self.paths):
+            kept = (span.first + span.rows for span in self._spans if span.buffered)
+            self.requests.buffered[self._owner] = max(kept, default=0)
+        self._attended.clear()
+        self._spans, self._places, self._staged = [], [], [None] * PLACES
 
     def _fetch_ahead(self, number: int) -> None:
-        if number < len(self._blocks) * len(self.paths):
+        if number < len(self._spans) * len(self.paths):
             self._fetch(number)
 
     def _fetch(self, number: int) -> Staged:
-        layer, at = divmod(number, len(self._blocks))
-        path, (slot, first, end) = self.paths[layer], self._blocks[at]
+        layer, at = divmod(number, len(self._spans))
+        path, span = self.paths[layer], self._spans[at]
         group, place = path.view.group, number % PLACES
         self._staged[place] = None  # until it is true
-        rows = self._places[place][: self._room * token_bytes(path)].view(group.dtype)
-        rows = rows.view(group.planes, self._room, group.num_kv_heads, group.head_dim)
-        k, v = rows[0, : end - first], rows[-1, : end - first]
-        with self._side.behind():
-            path.transfer.fetch(path.view, slot, first, k, v)
+        if span.buffered:
+            rows = path.prompts[:, span.first :]
+        else:
+            rows = token_rows(self._places[place][: self._room * token_bytes(group)], group)
+        start = span.held - span.held % group.unit
+        if start < span.end:
+            k, v = (rows[plane, start - span.first : span.end - span.first] for plane in (0, -1))
+            with self._side.behind():
+                path.transfer.fetch(path.view, span.slot, start, k, v)
         staged = self._staged[place] = Staged(number, rows, self._side.mark())
         return staged
-
-
-def token_bytes(path: LayerPath) -> int:
-    """Bytes of a token in a layer, as the device has it."""
-    group = path.view.group
-    return group.entry_bytes * group.lane_heads // group.unit

@@ -32,7 +32,7 @@ class Prefill:
 
     def __init__(self, config: LoweredConfig, requests: Requests, paths: list[LayerPath]) -> None:
         self.config, self.requests = config, requests
-        self.ahead = HistoryAhead(config, paths)
+        self.ahead = HistoryAhead(config, requests, paths)
         self._offload = SideStream(config.device)
 
     def run(

@@ -45,6 +45,7 @@ class Requests:
         settled: int32 ``[G, R]`` tokens that ``settle`` of a group has seen.
         prompt: int32 ``[R]`` tokens at the last settle that closed a prompt.
         dropped, firm: int32 ``[R]`` tokens that were given back, and the first one behind them.
+        buffered: int32 ``[R]`` first tokens that the prompt buffer has, where it is the request's.
         pages: the pages of each request.
     """
 
@@ -70,8 +71,8 @@ class Requests:
         # One column more than there are slots: slot -1, a padded row, finds zeros there.
         self._uploaded = np.zeros((3, slots + 1), dtype=np.int32)
         self.length, self.high, self.resident = self._uploaded[:, :-1]
-        self._counts = np.zeros((3, slots), dtype=np.int32)
-        self.prompt, self.dropped, self.firm = self._counts
+        self._counts = np.zeros((4, slots), dtype=np.int32)
+        self.prompt, self.dropped, self.firm, self.buffered = self._counts
         self.settled = np.zeros((len(config.groups), slots), dtype=np.int32)
         self.pages = PageTable(config, manager, step)
 
@@ -215,8 +216,9 @@ class Requests:
             self.dirty[slot] = False
 
     def restore(self, slot: int) -> None:
-        """Fill the ring and, where the request fits, the buffer from the host, which has all."""
-        fast = self.config.resident_fast_path
+        """Forget what the device has of a request; fill the ring and, where the request fits, the
+        buffer from the host, which has all."""
+        fast, self.buffered[slot] = self.config.resident_fast_path, 0
         self.high[slot], self.resident[slot] = self.length[slot], fast
         self.pages.upload()
         self.manager.synchronize()
@@ -253,6 +255,7 @@ class Requests:
             self.manager.host.withdraw(self.pages.behind(slot, length))
         self.length[slots] = lengths
         self.settled[:, slots] = np.minimum(self.settled[:, slots], lengths)
+        self.buffered[slots] = np.minimum(self.buffered[slots], lengths)
         self.fresh[slots] |= lengths < self.prompt[slots]
         self._follow(slots)
 

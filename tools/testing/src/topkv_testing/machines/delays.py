@@ -79,7 +79,7 @@ def fetched_in_time(coordinator: SparseCoordinator) -> SparseCoordinator:
             k, v = map(torch.cat, zip(held, own, strict=True)) if last else held
             yield first, k, v
 
-    instead: dict[str, Any] = {"begin": lambda chunks, lengths: None, "blocks": blocks}
+    instead: dict[str, Any] = {"begin": lambda chunks: None, "blocks": blocks}
     for name, call in instead.items():
         setattr(ahead, name, call)
     return coordinator
