@@ -154,8 +154,8 @@ class Tensors:
                 elif algorithm:
                     selects_prompts = has_hook(algorithm, "retrieve_prompt")
                     selector = Selector(selecting, self.lanes[index], selects_prompts)
-                prompts = prompt_buffer(config, view.group, device)
-                self.views[view.layer] = (view, selector, prompts)
+                rows = prompt_buffer(config, view.group, device)
+                self.views[view.layer] = (view, selector, rows)
 
     def memory(self, plugins: Plugins) -> MemoryReport:
         """Bytes of these tensors and of the scratch of plugins."""
@@ -202,7 +202,7 @@ def connect(
                 selector=tensors.views[view.layer][1],
                 k_slots=k_slots,
                 v_slots=v_slots,
-                prompts=tensors.views[view.layer][2],
+                prompt_buffer=tensors.views[view.layer][2],
             )
             path.singles = [_single(path, lanes) for lanes in path.lanes.singles]
             paths.append(path)

@@ -34,7 +34,7 @@ class LayerPath:
         k_slots, v_slots: ``[slots, heads_per_lane, unit, D]`` views that the page table indexes.
         singles: the same path for query 0, 1, .. of each row alone, with lanes and step tensors
             of its own; none where all queries of a row are served at once.
-        prompts: the prompt buffer, see ``topkv.memory.prompt_buffer``.
+        prompt_buffer: its rows, see ``topkv.memory.prompt_buffer``.
     """
 
     view: LayerView
@@ -47,7 +47,7 @@ class LayerPath:
     selector: Selector | None
     k_slots: Tensor
     v_slots: Tensor
-    prompts: Tensor
+    prompt_buffer: Tensor
     singles: list[LayerPath] = field(factory=list)
     loads: Loads = field(init=False)
 

@@ -114,7 +114,7 @@ class HistoryAhead:
         prompt buffer is to keep, and none for another first one."""
         slot, block = chunk.slot, self.config.prefill_block_tokens
         length, held = (int(each[slot]) for each in (self.requests.length, self.requests.buffered))
-        room = self.paths[0].prompts.shape[1] if slot == self._owner else 0
+        room = self.paths[0].prompt_buffer.shape[1] if slot == self._owner else 0
         for first in range(0, max(length, 1), block):
             end = min(first + block, length)
             rows = end - first + chunk.tokens * (end == length)
@@ -174,7 +174,7 @@ class HistoryAhead:
         group, place = path.view.group, number % PLACES
         self._staged[place] = None  # until it is true
         if span.buffered:
-            rows = path.prompts[:, span.first :]
+            rows = path.prompt_buffer[:, span.first :]
         else:
             rows = token_rows(self._places[place][: self._room * token_bytes(group)], group)
         start = span.held - span.held % group.unit
