@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from importlib.metadata import packages_distributions, version
 
 LONGEST = 200
 """Characters of a value that is shown."""
@@ -37,10 +36,3 @@ def close(name: object, known: Iterable[str]) -> str:
     """A question that proposes the known names closest to ``name``; empty if none is close."""
     matches = get_close_matches(str(name)[:LONGEST], sorted(known))
     return f"did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-
-
-def whose(cls: type) -> str:
-    """A class with the distribution that it comes from and its version, where there is one."""
-    top = cls.__module__.partition(".")[0]
-    found = [f"{name} {version(name)}, " for name in packages_distributions().get(top, ())[:1]]
-    return f"{''.join(found)}{cls.__module__}.{cls.__qualname__}"

@@ -7,6 +7,7 @@ bonus for what is on the device, ``outliers`` takes large channels out of keys t
 ``votes`` lets the end of a prompt vote for what of it is kept.
 ``latent_fp8`` packs latent rows for backends that read them as bytes.
 ``page_table`` makes the page table of an attention backend, ``libraries`` finds the optional
-library of a plugin, and ``tested`` names versions that tests never ran with. Kernels are in
-modules ``*_kernels``, imported on first use.
+library of a plugin, ``tested`` names versions that tests never ran with, and ``contract`` has the
+error of a class that does not give what its base class asks for. Kernels are in modules
+``*_kernels``, imported on first use.
 """

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from topkv.errors import ConfigError, PluginError
+from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
-from topkv.messages import whose
 from topkv.ops.topk import topk
 from topkv.plugins.discovery import hookimpl
 from topkv.types import GroupShape, LayerView, ModelShape, Selection
 from topkv_authoring import sticky
+from topkv_authoring.contract import broken_contract
 
 
 def host_ids(layer: LayerView, slots: Tensor | int, units: Tensor | int) -> Tensor:
@@ -229,10 +229,8 @@ class KeepsUnits(ABC):
         """Raises PluginError if a method of a subclass gives another shape than it should."""
         if got is None or tuple(got.shape) != shape:
             given = None if got is None else list(got.shape)
-            raise PluginError(
-                f"{whose(type(self))} does not keep the contract of topkv_authoring.selectors",
-                [f"{method} must give {list(shape)}{what}, got {given}"],
-            )
+            reason = f"{method} must give {list(shape)}{what}, got {given}"
+            raise broken_contract(type(self), "selectors", reason)
 
 
 class RankedUnits(KeepsUnits):

@@ -21,12 +21,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from topkv.errors import ConfigError, PluginError
+from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.stage import StageSetup
-from topkv.messages import whose
 from topkv.plugins.discovery import hookimpl
 from topkv.types import GroupShape, LayerView, ModelShape
+from topkv_authoring.contract import broken_contract
 from topkv_authoring.lane_scores import HeadScores
 from topkv_authoring.selectors import KeepsUnits, RankedUnits, ScoredUnits, touched
 
@@ -267,12 +267,11 @@ class UnitKernels(KeptByKernels, ScoredUnits):
 
         model, group, cls = self.model, self.group, type(self)
         if cls.combine is not RankedUnits.combine and cls.lane_scores is UnitKernels.lane_scores:
-            raise PluginError(
-                f"{whose(cls)} does not keep the contract of topkv_authoring.units",
-                [
-                    "UnitKernels ranks by the combine of RankedUnits, got a class with a combine "
-                    "of its own; leave it out, or override lane_scores with kernels that do it"
-                ],
+            raise broken_contract(
+                cls,
+                "units",
+                "UnitKernels ranks by the combine of RankedUnits, got a class with a combine of "
+                "its own; leave it out, or override lane_scores with kernels that do it",
             )
         most = model.group_size * setup.max_queries
         wide = group.head_dim > NARROW_D or most > NARROW_G
