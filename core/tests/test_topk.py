@@ -57,7 +57,7 @@ def test_empty_shapes_are_legal():
     [
         ({"impl": "cuda"}, "impl must be"),
         ({"scores": torch.zeros(2, 4, dtype=torch.float64)}, "scores must be"),
-        ({"lengths": torch.zeros(3, dtype=torch.int32)}, "same N"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, "expected scores"),
         ({"ids": torch.zeros(2, 3, dtype=torch.int64)}, "ids must be"),
         ({"scores": torch.zeros(4, 2).T}, "stride 1"),
         ({"ids": torch.zeros(2, dtype=torch.int32)}, "expected scores"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from topkv.entries import IMPLS
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.ops import topk_reference
 from topkv.plugins.discovery import hookimpl
@@ -66,31 +67,21 @@ def topk(
 
 
 def _check(scores: Tensor, lengths: Tensor, ids: Tensor, impl: str) -> None:
-    if impl not in ("reference", "triton"):
-        raise ValueError(f"topk: impl must be 'reference' or 'triton', got {impl!r}")
-    if scores.dim() != 2 or ids.dim() != 2 or lengths.dim() != 1:
+    if impl not in IMPLS:
+        raise ValueError(f"topk: impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    shapes = [list(each.shape) for each in (scores, lengths, ids)]
+    if [*map(len, shapes)] != [2, 1, 2] or any(shape[0] != shapes[0][0] for shape in shapes):
         raise ValueError(
             "topk: expected scores [N, U], lengths [N], ids [N, K], got "
-            f"{list(scores.shape)}, {list(lengths.shape)}, {list(ids.shape)}"
-        )
-    rows = scores.shape[0]
-    if lengths.shape[0] != rows or ids.shape[0] != rows:
-        raise ValueError(
-            f"topk: scores, lengths and ids have {rows}, {lengths.shape[0]} and {ids.shape[0]} "
-            "rows; narrow them to the same N"
+            f"{', '.join(map(str, shapes))}"
         )
     if scores.shape[1] > MAX_COLUMNS:
         raise ValueError(f"topk: {scores.shape[1]} columns, at most {MAX_COLUMNS} are supported")
-    for name, tensor, dtype in (
-        ("scores", scores, torch.float32),
-        ("lengths", lengths, torch.int32),
-        ("ids", ids, torch.int32),
-    ):
-        if tensor.dtype is not dtype:
-            raise ValueError(f"topk: {name} must be {dtype}, got {tensor.dtype}")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"topk: the last dimension of {name} must have stride 1")
-        if tensor.device != scores.device:
+    dtypes = {"scores": torch.float32, "lengths": torch.int32, "ids": torch.int32}
+    for (name, dtype), tensor in zip(dtypes.items(), (scores, lengths, ids), strict=True):
+        adjacent = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+        if tensor.dtype is not dtype or tensor.device != scores.device or not adjacent:
             raise ValueError(
-                f"topk: {name} is on {tensor.device}, scores are on {scores.device}; move it"
+                f"topk: {name} must be {dtype} on {scores.device}, the last dimension of stride "
+                f"1, got {tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
             )
