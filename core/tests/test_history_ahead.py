@@ -68,7 +68,7 @@ def test_outputs_are_those_of_history_that_is_fetched_in_time(host_format, on):
     @given(st.data())
     def check(data):
         options = {"host_format": host_format, "resident_fast_path": data.draw(st.booleans())}
-        buffer = data.draw(st.sampled_from([0, 7, 16, 24, 96]), "prompt buffer")
+        buffer = data.draw(st.sampled_from([None, 7, 16, 24, 96]), "prompt buffer")
         sizes = {"prefill_buffer_tokens": buffer}, {}
         made = [make_coordinator(on, **options, **size) for size in sizes]
         driver = Driver(made[0], fetched_in_time(made[1]))
@@ -233,7 +233,7 @@ def test_what_the_prompt_buffer_has_is_not_fetched(make):
 
 
 def test_the_prompt_buffer_is_counted(make):
-    coordinators = [make(prefill_buffer_tokens=tokens) for tokens in (0, 40)]
+    coordinators = [make(prefill_buffer_tokens=tokens) for tokens in (None, 40)]
     plain, more = (each.required_bytes(each.config, each.registry) for each in coordinators)
     row = 2 * KV_HEADS * DIM * 4
     assert more.device - plain.device == LAYERS * 48 * row, "rows come in sixteens"
@@ -259,7 +259,7 @@ def begun_again(coordinator, chunks, inputs):
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 7, 8])
 def test_a_forward_that_was_cut_short_can_be_done_again(make, monkeypatch, call, number):
     """Interrupt a call of its first layers, or its beginning."""
-    cut = late(make(prefill_buffer_tokens=16 * (number % 2)))
+    cut = late(make(prefill_buffer_tokens=16 if number % 2 else None))
     whole = fetched_in_time(make())
     driver = Driver(cut, whole)
     driver.begin()

@@ -57,7 +57,7 @@ def adversary(name, coordinator):
             yield
 
 
-def raced(slowed, broken=contextlib.nullcontext, buffer=0):
+def raced(slowed, broken=contextlib.nullcontext, buffer=None):
     """Compare ``prompts`` with history in time, ahead, and ahead with one side slowed down."""
     found = []
     for run in ("in time", "ahead", slowed):  # compiled and allocated before one side is slowed

@@ -224,14 +224,14 @@ class LifecycleMachine(Lives):
         share=st.sampled_from(["F", "F", "FS"]),
         queries=st.sampled_from([1, 2, 4, 8]),
         verification=st.sampled_from(["joint", "exact"]),
-        prompts=st.sampled_from([0, 16, 48]),
+        prompts=st.sampled_from([None, 16, 48]),
         seed=st.integers(0, 9),
     )
     def start(
         self, scope: str = "kv_head", unit: int = 4,
         other: int | None = None, fast: bool = True, buffer: int = 24, page: int = 4,
         host_format: str = "model", stages: tuple[str, ...] = (), share: str = "F",
-        queries: int = 1, verification: str = "joint", prompts: int = 0, seed: int = 0,
+        queries: int = 1, verification: str = "joint", prompts: int | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         """``other`` is the unit of the second sparse layer, in a group of its own. Entries are
         coded only where the transfer engine states that it can. ``stages`` leave what they are

@@ -47,11 +47,6 @@ def count(value: Any) -> int:
     return int(value)
 
 
-def count_or_zero(value: Any) -> int:
-    need(type(value) is int and value >= 0, "be 0 or a positive int", value)
-    return count(value) if value else 0
-
-
 def must(be: str, right: Callable[[Any], bool]) -> Check:
     """A check of a value that stays as it is."""
 

@@ -166,7 +166,7 @@ class Settings(Generic[Unset, Size]):
     the default is rounded. The device holds two such blocks of a layer, and a chunk behind
     each."""
 
-    prefill_buffer_tokens: int | Unset = setting(checks.count_or_zero, 0)
+    prefill_buffer_tokens: int | None = setting(checks.count)
     """tokens of one prompt, from its beginning, that stay on the device in all layers while it is
     read in chunks, so that each chunk need not load them; none by default. Outputs are the same
     to the last bit."""

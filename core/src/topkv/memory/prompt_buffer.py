@@ -21,7 +21,7 @@ def token_rows(memory: Tensor, group: GroupShape) -> Tensor:
 
 def prompt_buffer(config: LoweredConfig, group: GroupShape, device: torch.device) -> Tensor:
     """Allocate the prompt buffer of a layer, rows as of ``token_rows``."""
-    tokens = min(config.prefill_buffer_tokens, config.max_request_tokens)
+    tokens = min(config.prefill_buffer_tokens or 0, config.max_request_tokens)
     tokens = -(-tokens // 16) * 16  # planes begin on a multiple of 16 bytes
     memory = torch.empty(tokens * token_bytes(group), dtype=torch.uint8, device=device)
     return token_rows(memory.fill_(255) if config.poison else memory, group)
