@@ -125,13 +125,10 @@ def rollback_lowers_high(self, slot, length):
     self.requests.high[slot] = length
 
 
-def abort_keeps_plans(self, forward):
+def abort_keeps_plans(self, slots):
     """Plans of a dropped forward are kept, loaded or not."""
-    self.high[forward.writers] = np.maximum(
-        self.high[forward.writers], self.length[forward.writers] + 1
-    )
-    for chunk in forward.chunks:
-        self.restore(chunk.slot)
+    slots = [*slots]
+    self.high[slots] = np.maximum(self.high[slots], self.length[slots] + 1)
 
 
 def begins_without_its_ring(self, pages=(), length=0):
@@ -227,7 +224,7 @@ def fetched_too_early(self, *chunk):
     for block in _blocks(self, *chunk):
         for staged in tuple(self._staged):
             if staged:
-                self._fetch_ahead(staged.number + PLACES)
+                self._fetch_ahead(staged[0] + PLACES)
         yield block
 
 
@@ -286,7 +283,7 @@ MUTANTS = [
     ),
     LifecycleMutant(
         "an abort keeps what was planned",
-        *(Requests, "abort", abort_keeps_plans, EDGE),
+        *(Requests, "restore_all", abort_keeps_plans, EDGE),
     ),
     LifecycleMutant(
         "a request begins with pages and without its ring",

@@ -79,7 +79,7 @@ class KeepsVictimsInTheMap(reference_with("slot_of[evicted[evicted >= 0].long()]
 
 class TakesLogicalForHostIds(
     reference_with(
-        "out.miss_hosts[lane, : len(missed)] = self._host_ids(slot, missed)",
+        "out.miss_hosts[lane, : len(missed)] = hosts",
         "out.miss_hosts[lane, : len(missed)] = missed",
     )
 ):

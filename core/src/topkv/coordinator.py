@@ -271,7 +271,8 @@ class SparseCoordinator(BetweenForwards):
             return
         self.prefill.join()
         self._join()
-        self.requests.abort(forward)
+        chunks = [chunk.slot for chunk in forward.chunks]
+        self.requests.restore_all([*forward.live.tolist(), *chunks])
         self._close(forward)
 
     def _close(self, forward: Forward) -> None:
@@ -322,7 +323,7 @@ class SparseCoordinator(BetweenForwards):
                     path.loads.load(path.loads.plan(path.selector.warm()))
         except BaseException:
             self._join()
-            self.requests.restore_all(slots)  # maps may name units that were never loaded
+            self.requests.restore_all(slots)
             raise
 
     def _join(self) -> None:

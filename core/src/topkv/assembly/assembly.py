@@ -11,7 +11,7 @@ from torch import Tensor
 
 from topkv.assembly.stages import make_stages
 from topkv.config import LoweredConfig, LoweredGroup
-from topkv.config.pairs import pair_reasons, undo_reasons
+from topkv.config.pairs import pair_reasons
 from topkv.config.stages import Named
 from topkv.decode.lanes import LaneBuffers
 from topkv.decode.layers import LayerPath
@@ -80,8 +80,7 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
     reasons = []
     for group, algorithm, reads in zip(config.groups, algorithms, backends, strict=True):
         if algorithm is not None:
-            reasons += pair_reasons(algorithm, reads, config.backend, group)
-            reasons += undo_reasons(algorithm.spec().undo, group, config.max_queries)
+            reasons += pair_reasons(algorithm, reads, config, group)
     if reasons:
         raise ConfigError(CONFIG_REFUSED, reasons)
     specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]

@@ -9,21 +9,13 @@ Nothing is guessed, and no bit of an output changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from topkv.config import LoweredConfig
-from topkv.decode.lanes import LaneBuffers
-from topkv.hooks.transfer import Transfer
-from topkv.types import LayerView, Plan, Selection
+from topkv.types import Plan, Selection
 
-
-class Bound(Protocol):
-    """Attributes of ``topkv.decode.layers.LayerPath`` that this module reads."""
-
-    view: LayerView
-    transfer: Transfer
-    lanes: LaneBuffers
-    loads: Loads
+if TYPE_CHECKING:
+    from topkv.decode.layers import LayerPath
 
 
 class Loads:
@@ -36,7 +28,7 @@ class Loads:
         others: loads of the layers that share its selection, which begin behind its own.
     """
 
-    def __init__(self, path: Bound, number: int = 0, others: Sequence[Loads] = ()) -> None:
+    def __init__(self, path: LayerPath, number: int = 0, others: Sequence[Loads] = ()) -> None:
         self.path, self.number, self._others = path, number, others
         self._side = path.lanes.side
         self._done = self._side.event() if number else None
@@ -73,7 +65,7 @@ class Loads:
         return found
 
 
-def bind_loads(config: LoweredConfig, paths: Sequence[Bound]) -> None:
+def bind_loads(config: LoweredConfig, paths: Sequence[LayerPath]) -> None:
     """Give ``loads`` to the layers of a group.
 
     Args:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import Factory, field, frozen
 
 from topkv.plugins.discovery import hookspec, optional
-from topkv.types import LayerView
 
 if TYPE_CHECKING:
     from topkv.config import LoweredConfig
+    from topkv.decode.layers import LayerPath
 
 
 @frozen
@@ -69,15 +69,6 @@ class Occupancy:
     used_slots: int
 
 
-class Layer(Protocol):
-    """The path of a sparse layer (``topkv.decode.layers.LayerPath``) as an observer may read it;
-    ``loads`` it may replace."""
-
-    view: LayerView
-    lanes: Any
-    loads: Any
-
-
 @frozen
 class ForwardReport:
     """Rows of a forward, and functions that count; nothing is counted unless one is called.
@@ -113,7 +104,7 @@ class Observer(Protocol):
 
     @optional
     @hookspec
-    def bind_layers(self, layers: Sequence[Layer]) -> Callable[[], Any] | None:
+    def bind_layers(self, layers: Sequence[LayerPath]) -> Callable[[], Any] | None:
         """Bind to the layers of a coordinator. Called once, before any forward.
 
         An observer may put a ``topkv.decode.loads.Loads`` of its own around ``path.loads``. Its
@@ -123,7 +114,7 @@ class Observer(Protocol):
 
         Args:
             layers: paths of the sparse layers, in order. An observer may use their ``view``,
-                ``algorithm``, ``lanes`` and ``loads``.
+                ``algorithm`` and ``lanes``, and replace ``loads``.
 
         Returns:
             A counter, which reports have in ``counts`` under the name of the observer, or None.

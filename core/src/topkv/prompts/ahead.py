@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from attrs import frozen
@@ -19,6 +18,10 @@ from topkv.requests.requests import Requests
 
 PLACES = 2
 """Blocks that are attended or on their way at once, each in a place of its own."""
+
+Staged = tuple[int, Tensor, torch.cuda.Event | None]
+"""A block on its way to its place: number, rows ``[planes, n, Hkv, D]`` as stored, and behind them
+room for a chunk, and the event after which they are there; None on a CPU."""
 
 
 @frozen
@@ -39,21 +42,6 @@ class Span:
     rows: int
     held: int
     buffered: bool
-
-
-@frozen
-class Staged:
-    """A block on its way to its place.
-
-    Attributes:
-        number: number of the block.
-        rows: ``[planes, n, Hkv, D]`` as stored, and room for a chunk behind it.
-        ready: event after which the rows are there; None on a CPU.
-    """
-
-    number: int
-    rows: Tensor
-    ready: torch.cuda.Event | None
 
 
 class HistoryAhead:
@@ -99,8 +87,9 @@ class HistoryAhead:
         longest = max((span.rows for span in self._spans if not span.buffered), default=0)
         self._room = -(-longest // 16) * 16  # planes begin on a multiple of 16 bytes
         size = self._room * max(token_bytes(path.view.group) for path in self.paths)
-        memory = partial(torch.empty, size, dtype=torch.uint8, device=self.config.device)
-        self._places = [memory() for _ in range(PLACES if size else 0)]
+        self._places = [
+            torch.empty(size, dtype=torch.uint8, device=self.config.device) for _ in range(PLACES)
+        ]
         with undone_by(self.end):
             for number in range(PLACES):
                 self._fetch_ahead(number)
@@ -140,10 +129,11 @@ class HistoryAhead:
         for at, span in spans:
             number = layer * len(self._spans) + at
             staged = self._staged[number % PLACES]
-            if staged is None or staged.number != number:
+            if staged is None or staged[0] != number:
                 staged = self._fetch(number)
-            self._side.join(staged.ready)
-            rows, last = staged.rows, span.end - span.first
+            _, rows, ready = staged
+            self._side.join(ready)
+            last = span.end - span.first
             if span.end == start:
                 for plane, own in zip(rows, (k, v), strict=False):
                     plane[last : last + len(own)].copy_(own)
@@ -182,5 +172,5 @@ class HistoryAhead:
             k, v = (rows[plane, start - span.first : span.end - span.first] for plane in (0, -1))
             with self._side.behind():
                 path.transfer.fetch(path.view, span.slot, start, k, v)
-        staged = self._staged[place] = Staged(number, rows, self._side.mark())
+        staged = self._staged[place] = number, rows, self._side.mark()
         return staged

@@ -298,16 +298,11 @@ class Requests:
             self.fresh[chunk.slot] |= chunk.tokens > 0
             self.high[chunk.slot] = max(self.high[chunk.slot], self.length[chunk.slot])
 
-    def abort(self, forward: Forward) -> None:
-        """Forget the tokens of a forward that was dropped, and what its rows had planned. Cold.
-
-        Maps may name units that were never loaded, and a chunk may have overwritten the ring; the
-        host has everything before it.
-        """
-        self.restore_all([*forward.live.tolist(), *(chunk.slot for chunk in forward.chunks)])
-
     def restore_all(self, slots: Iterable[int]) -> None:
-        """Refill ring and buffer of requests from the host: nothing on the device holds. Cold."""
+        """Refill ring and buffer of requests from the host, which has everything. Cold.
+
+        Maps may name units that were never loaded, and a chunk may have overwritten the ring.
+        """
         for slot in slots:
             self.flush(slot)
             self.restore(slot)

@@ -65,9 +65,8 @@ def require_kernel(policy: Any, who: str) -> None:
             f"{who} has no kernel",
             [
                 f"with impl 'triton' a policy needs {kernel}, a triton.jit function of the "
-                f"arguments of {hook}; {type(policy).__name__} has none: add it, or set impl to "
-                "'reference'; the entry of a policy that is to stay without names a factory for "
-                "'reference' alone"
+                f"arguments of {hook}: add it, or set impl to 'reference'; the entry of a policy "
+                "that is to stay without names a factory for 'reference' alone"
                 for hook, kernel in lacking.items()
             ],
         )

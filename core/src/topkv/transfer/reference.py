@@ -56,7 +56,9 @@ class ReferenceTransfer(ZeroCopyTransfer):
             slot_of = self.store.unit_slot[layer.index, lane_row]
             slots = torch.where(in_ring, self.ring_slot(units).int(), slot_of[units])
             out.slots[lane, : len(units)] = slots
-            out.miss_hosts[lane, : len(missed)] = self._host_ids(slot, missed)
+            page, within = missed // group.units_per_page, missed % group.units_per_page
+            hosts = step.page_table[slot, page] * group.units_per_page + within
+            out.miss_hosts[lane, : len(missed)] = hosts
             out.miss_slots[lane, : len(missed)] = slot_of[missed]
             out.count[lane], out.misses[lane] = len(units), len(missed)
             counters = self.store.counters[layer.index, lane_row]
@@ -200,11 +202,6 @@ class ReferenceTransfer(ZeroCopyTransfer):
             for head, at in enumerate(self.store.unit_slot[layer.index, lanes, unit].tolist()):
                 if at >= 0:
                     buffer[head, at] = entries[head]
-
-    def _host_ids(self, slot: int, units: Tensor) -> Tensor:
-        """Return the host ids of logical units."""
-        per_page = self.group.units_per_page
-        return self.step.page_table[slot, units // per_page] * per_page + units % per_page
 
     def _host_entries(self, layer: LayerView, slot: int, unit: int) -> Tensor:
         """Return a unit's entries in the host pool, ``[lane_heads, *entry_shape]`` or coded."""
