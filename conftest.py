@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -17,49 +15,10 @@ from tests.selection import is_interpreted, is_later, is_nightly
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-
-def quicken_the_interpreter() -> None:
-    """Let Triton's interpreter look its language through once and not at each call.
-
-    Whenever a kernel calls a function it lists all members of ``triton.language``, to replace
-    those that are built in; the launch has replaced them already. That was a quarter of the time
-    of interpreted kernels. Members are replaced all or none, so the first shows it. Another Triton
-    than this was written for goes on as it does.
-    """
-    from triton.runtime import interpreter
-
-    replaced = inspect.signature(getattr(interpreter, "_patch_builtin", lambda: None))
-    if [*replaced.parameters] != ["pkg", "builder", "scope"]:
-        return
-    is_builtin, found = interpreter.tl.core.is_builtin, {}
-
-    def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
-        if pkg not in found:
-            found[pkg] = [name for name, each in inspect.getmembers(pkg) if is_builtin(each)]
-        names = found[pkg]
-        if names and is_builtin(getattr(pkg, names[0])):
-            for name in names:
-                interpreter._patch_attr(pkg, name, getattr(pkg, name), builder, scope)
-
-    interpreter._patch_builtin = patch_builtin
-
-
-def spare_the_interpreter_checks() -> None:
-    """Leave out what the interpreter computes for assertions of overflow, which it then skips.
-
-    Each 32-bit sum and product is computed once more in 64 bits and compared, a quarter of the
-    time of kernels that index a lot; without ``TRITON_DEBUG`` nobody looks at the result.
-    """
-    from triton.runtime import interpreter
-
-    options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
-    if getattr(options, "debug", True) is False and hasattr(options, "sanitize_overflow"):
-        object.__setattr__(options, "sanitize_overflow", False)
-
-
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    quicken_the_interpreter()
-    spare_the_interpreter_checks()
+    from topkv_testing.interpreter import quicken
+
+    quicken()
 
 # `derandomize` and `max_examples` are stated everywhere: where one is left out, Hypothesis takes
 # it from the profile that is loaded, which is another one where the environment says `CI`.

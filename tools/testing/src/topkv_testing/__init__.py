@@ -12,7 +12,8 @@ Public, for tests of plugins:
 
 What these are made of, which is not public and may change in any version:
 
-* ``kit``: the base of the suites; read it first. ``tiers``: where they run.
+* ``kit``: the base of the suites; read it first. ``tiers``: where they run. ``interpreter``:
+  what lets kernels be interpreted faster.
 * ``algorithm``, ``backend``, ``transfer``, ``engine``: folders with the parts of a suite. In each,
   ``bench`` holds what is tested, ``case`` or ``cases`` what is drawn or asked of the author.
 * ``models``: doubles and models of truth, and which to take for what.

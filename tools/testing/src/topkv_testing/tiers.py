@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 
 from topkv.entries import TIERS
+from topkv_testing.interpreter import quicken
 
 CUDA = torch.cuda.is_available()
 
@@ -18,6 +19,9 @@ if not CUDA and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if _INTERPRETED and find_spec("triton"):
+    quicken()
 
 
 @frozen
