@@ -8,7 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # examples/minimal is what `topkv new` writes; its test installs it where nothing else is.
 PROJECTS := $(wildcard plugins/*/pyproject.toml tools/*/pyproject.toml) examples/arkvale/pyproject.toml
-# Modules are compiled when they are imported, which most of torch's never are.
+# Modules are compiled when they are imported first, which most of torch's never are, and kept for the
+# hundreds of processes that tests start, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt
 # Of tests that start a real store; those are skipped where it is missing.
 STORES := 'mooncake-transfer-engine-non-cuda; sys_platform == "linux" and python_version < "3.14"'
