@@ -69,11 +69,11 @@ def adapters(tmp_path_factory):
     ]
 
 
-def save_adapter(seed, tmp_path_factory):
+def save_adapter(seed, tmp_path_factory, layers=2):
     from safetensors.torch import save_file
 
     random, rank, weights = torch.Generator().manual_seed(seed), 8, {}
-    for layer in range(2):
+    for layer in range(layers):
         for name, size in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128)):
             place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             weights[f"{place}.lora_A.weight"] = torch.randn(rank, 256, generator=random) * 0.2

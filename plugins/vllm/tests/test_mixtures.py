@@ -11,6 +11,7 @@ import torch
 from plugins.vllm.tests import tiny
 from plugins.vllm.tests.lives import live, same
 from plugins.vllm.tests.test_drafts import SEVERAL, count_drafts, repeating
+from plugins.vllm.tests.test_features import LORA, save_adapter
 
 CHUNK, PAGE, LONGEST = 96, 32, 512
 
@@ -204,6 +205,36 @@ def test_drafts_beside_windows(both, prompt, monkeypatch):
     prompts = [repeating(prompt, length, length, 7) for length in (40, 97, 200, 9)]
     assert engine.answer(prompts, 60) == both.stock.answer(prompts, 60)
     assert 0 < counts["rejected"] < counts["drafts"]
+    check_nothing_is_held(engine)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's kernels there take no float32")
+def test_adapters_beside_windows(both, arguments, beside, make_served, tmp_path_factory, prompt):
+    """Requests with one adapter, another one and none, then again over blocks that are found."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    both, adapters = both("gemma3"), [None]
+    for seed in (1, 2):
+        path = str(save_adapter(seed, tmp_path_factory, layers=6))
+        adapters.append(LoRARequest(f"windows-{seed}", seed, path))
+    more = {**both.more, **LORA, "enable_prefix_caching": True}
+    engine, tokens = both.served(**LORA), []
+    how = SamplingParams(max_tokens=24, temperature=0, detokenize=False, ignore_eos=True)
+    for each in (make_served(**arguments | more, **beside), engine):
+        for wave in range(2):
+            for number, adapter in enumerate(adapters):
+                asked = {"prompt_token_ids": prompt(40, 7) * 5}
+                each.engine.add_request(f"{wave}-{number}", asked, how, lora_request=adapter)
+            each.run()
+        found = [each.outputs[f"1-{number}"].num_cached_tokens for number in range(3)]
+        answers = [each.tokens[f"{wave}-{number}"][0] for wave in (0, 1) for number in range(3)]
+        tokens.append((found, answers))
+    assert tokens[0] == tokens[1]
+    assert min(found) > 0
+    assert answers[:3] == answers[3:]
+    assert len({*map(tuple, answers)}) == 3
     check_nothing_is_held(engine)
 
 
