@@ -40,7 +40,7 @@ def test_lifecycle(on):
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "lru"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_scenario(scenario, fast, on):
-    run_scenario(scenario, on, fast=fast, unit=2, buffer=12, prompts=16 * fast)
+    run_scenario(scenario, on, fast=fast, unit=2, buffer=12, prompts=16 if fast else None)
 
 
 @pytest.mark.parametrize("verification", ["joint", "exact"])

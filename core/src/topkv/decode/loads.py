@@ -9,13 +9,21 @@ Nothing is guessed, and no bit of an output changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from topkv.config import LoweredConfig
-from topkv.types import Plan, Selection
+from topkv.decode.lanes import LaneBuffers
+from topkv.hooks.transfer import Transfer
+from topkv.types import LayerView, Plan, Selection
 
-if TYPE_CHECKING:
-    from topkv.decode.layers import LayerPath
+
+class Bound(Protocol):
+    """Attributes of ``topkv.decode.layers.LayerPath`` that this module reads."""
+
+    view: LayerView
+    transfer: Transfer
+    lanes: LaneBuffers
+    loads: Loads
 
 
 class Loads:
@@ -28,7 +36,7 @@ class Loads:
         others: loads of the layers that share its selection, which begin behind its own.
     """
 
-    def __init__(self, path: LayerPath, number: int = 0, others: Sequence[Loads] = ()) -> None:
+    def __init__(self, path: Bound, number: int = 0, others: Sequence[Loads] = ()) -> None:
         self.path, self.number, self._others = path, number, others
         self._side = path.lanes.side
         self._done = self._side.event() if number else None
@@ -65,7 +73,7 @@ class Loads:
         return found
 
 
-def bind_loads(config: LoweredConfig, paths: Sequence[LayerPath]) -> None:
+def bind_loads(config: LoweredConfig, paths: Sequence[Bound]) -> None:
     """Give ``loads`` to the layers of a group.
 
     Args:

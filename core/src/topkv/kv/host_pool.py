@@ -93,7 +93,7 @@ class PageAllocator:
 
 
 class HostKVPool(PageAllocator):
-    """All pages of all groups that keep their entries in host memory.
+    """All pages of all groups that keep their entries in host memory: ``bytes``, one uint8 tensor.
 
     Args:
         groups: the groups, in the order of their blobs within a page.
@@ -112,11 +112,7 @@ class HostKVPool(PageAllocator):
         super().__init__(num_pages)
         self.layouts, self.size = lay_out(groups, num_pages)
         self.memory = HostMemory(self.size, device, file)
-
-    @property
-    def bytes(self) -> Tensor:
-        """The pool as one uint8 tensor."""
-        return self.memory.bytes
+        self.bytes = self.memory.bytes
 
     def close(self) -> None:
         self.memory.close()

@@ -92,7 +92,7 @@ class StepUploader:
         single: queries of a row that are also served one by one, 0 where none are.
 
     Attributes:
-        rows: step tensors of all queries of each row.
+        rows, step: step tensors of all queries of each row.
         singles: step tensors of query 0, 1, .. of each row, in which that query's token is the
             row's newest. A row that has no such query is padded.
         staging: what uploads are written to, on the host.
@@ -117,11 +117,7 @@ class StepUploader:
         )
         table = torch.zeros(shape, dtype=torch.int32, device=device)
         self.rows, *self.singles = (StepRows(block, table) for block in self._packed)
-
-    @property
-    def step(self) -> StepTensors:
-        """Step tensors of all queries."""
-        return self.rows.step
+        self.step = self.rows.step
 
     def upload_pages(self, table: np.ndarray, slots: Iterable[int]) -> None:
         """Upload rows of the host's page table, int32 ``[R, max_pages]``."""
