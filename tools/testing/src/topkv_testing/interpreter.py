@@ -31,7 +31,7 @@ def quicken() -> None:
 
 
 def _takes(owner: Any, name: str, *parameters: str) -> bool:
-    """Return True if a function is there and takes these parameters."""
+    """Return True if a function is there and takes exactly these parameters."""
     function = getattr(owner, name, None)
     return function is not None and [*inspect.signature(function).parameters] == [*parameters]
 
@@ -91,7 +91,7 @@ def _by_name(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _block_type(core: Any) -> Callable[..., None]:
-    """Keep the attributes of each type of blocks."""
+    """Keep shape, number of elements and name of each type of blocks."""
     made, init = dict[Any, dict[str, Any]](), core.block_type.__init__
 
     def keep(self: Any, element_ty: Any, shape: Any) -> None:
@@ -100,7 +100,7 @@ def _block_type(core: Any) -> Callable[..., None]:
             init(self, element_ty, shape)
             made[key] = {**vars(self)}
         else:
-            vars(self).update(made[key])
+            vars(self).update(made[key], element_ty=element_ty)
 
     return keep
 
