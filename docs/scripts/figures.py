@@ -291,7 +291,7 @@ def attention() -> Any:
         speed = [row["GB/s"] / 1000 for row in line]
         label = f"scope {scope}, unit {unit}"
         panel.plot([r["batch"] for r in line], speed, "o-", ms=4, color=colour, label=label)
-    ceiling = read("selection.jsonl")[0]["read_gbs"] / 1000
+    ceiling = read("selection.jsonl.xz")[0]["read_gbs"] / 1000
     panel.axhline(ceiling, color="#333333", ls="--", lw=1, label="a plain sum")
     for row in (r for r in rows if (r["scope"], r["unit"]) == cells[0]):
         place = (row["batch"], row["GB/s"] / 1000)
@@ -307,7 +307,7 @@ def selection() -> Any:
     """Time of selecting 2048 tokens over the context, 16 requests, where tokens are scored."""
     rows = [
         row
-        for row in read("selection.jsonl")
+        for row in read("selection.jsonl.xz")
         if row.get("requests") == 16 and row["budget"] == 2048 and row["score_us"]
     ]
     figure, (panel,) = new()

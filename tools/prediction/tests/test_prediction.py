@@ -48,7 +48,7 @@ def lowered(model, **options):
 def machine():
     """The rates of the machine of ``benchmarks/results``."""
     link = max(row["gbs"] for row in rows_of("swap_in.jsonl") if row.get("entry") == 8192)
-    return Machine(memory=rows_of("selection.jsonl")[0]["read_gbs"], link=link)
+    return Machine(memory=rows_of("selection.jsonl.xz")[0]["read_gbs"], link=link)
 
 
 def errors(rows, step):
@@ -110,7 +110,7 @@ says."""
 
 def test_layers_of_other_algorithms_are_as_far_off_as_is_said(machine):
     shares = {name: [] for name in SAID}
-    for row in rows_of("selection.jsonl")[1:]:
+    for row in rows_of("selection.jsonl.xz")[1:]:
         if "head_sparsity" in (row["params"] or {}):
             continue  # a stage has it now, which was not measured
         most = 131072 if row["budget"] == 2048 else 4096
