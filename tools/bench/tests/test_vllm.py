@@ -20,15 +20,31 @@ BLOCK = 2 * 4 * 2 * 64 * 4
 """Bytes of a token of the tiny geometry: keys and values, layers, kv-heads, dim, float32."""
 
 
-def rows_of(tmp_path, *args, device="cpu"):
-    out = tmp_path / "out.json"
+WINDOWS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "sliding_window": 32,
+    "vocab_size": 256,
+}
+"""Every other layer slides over a window."""
+
+
+def rows_of(tmp_path, *args, device="cpu", config=None):
+    out, model = tmp_path / "out.json", ("--config", config) if config else ("--model", "tiny")
     few = ("--steps", 4, "--warmup", 1, "--device", device, "--prefill-chunk", 128)
-    grid = ("bench", "--engine", "vllm", "--model", "tiny", "--context", 512, *few, *args)
+    grid = ("bench", "--engine", "vllm", *model, "--context", 512, *few, *args)
     result = CliRunner().invoke(topkv, [*map(str, grid), "--json", str(out)])
     assert result.exit_code == 0, result.output
     shown = json.loads(out.read_text())
     assert shown["options"]["engine"] == "vllm"
-    assert shown["model"]["class"] == "LlamaForCausalLM"
+    assert config or shown["model"]["class"] == "LlamaForCausalLM"
     assert shown["model"]["vllm"] in installed().values()
     return shown["rows"]
 
@@ -72,6 +88,20 @@ def test_topkv_with_a_stated_drift(tmp_path):
     assert row["link_bytes_per_step"] > 0
     assert row["bytes"]["host"] > 0
     assert row["settings"]["budget"] == 128
+
+
+@needs_vllm
+@pytest.mark.nightly
+def test_windows_beside_full_attention(tmp_path):
+    """Windows take blocks of stock's pool, where every request decodes at once all the same."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(WINDOWS))
+    sets = {"algorithm": "quest", "backend": "triton_attention", "budget": 128}
+    words = [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
+    rows = rows_of(tmp_path, "--contestants", "dense,topkv", "--requests", 3, *words, config=path)
+    for row in rows:
+        assert row["status"] == "ok", row
+        check_times(row)
 
 
 @needs_vllm

@@ -36,7 +36,7 @@ from topkv_bench.drift import drifting
 from topkv_bench.rows import NO_MEMORY, OVER, REFUSED, link
 from topkv_engines.session import Session
 from topkv_vllm import engine_args
-from topkv_vllm.geometry import shape_of_config
+from topkv_vllm.geometry import WINDOW, layer_types, shape_of_config
 from topkv_vllm.refusals import check
 
 Row = dict[str, Any]
@@ -57,7 +57,7 @@ def arguments_of(asked: dict[str, Any]) -> dict[str, Any]:
     if (asked["queries"] or 1) > 1:
         common["speculative_config"] = _drafts(asked["queries"] - 1, asked["accept"])
     if asked["device"] == "cpu":
-        common |= {"enforce_eager": True, "kv_cache_memory_bytes": 2**20}
+        common |= {"enforce_eager": True, "kv_cache_memory_bytes": 2**24}
     common |= asked["engine_args"]
     if asked["contestant"] == "dense":
         return common | {"max_num_seqs": asked["requests"], "max_model_len": asked["tokens"]}
@@ -83,8 +83,10 @@ def expected_bytes(config: Any, asked: dict[str, Any]) -> int:
         CapabilityError: topkv refuses the model or its settings.
     """
     if asked["contestant"] == "dense":
-        blocks = asked["requests"] * -(-asked["tokens"] // config.cache_config.block_size) + 1
-        return blocks * _block_bytes(config)
+        blocks = asked["requests"] * (
+            -(-asked["tokens"] // config.cache_config.block_size) + _window_blocks(config)
+        )
+        return (blocks + 1) * _block_bytes(config)
     return SparseCoordinator.required_bytes(check(config, vllm.__version__)).device
 
 
@@ -93,6 +95,18 @@ def _block_bytes(config: Any) -> int:
     shape = shape_of_config(config)
     row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
     return int(shape.num_layers * config.cache_config.block_size * row)
+
+
+def _window_blocks(config: Any) -> int:
+    """Return the blocks that a request takes of stock vLLM's pool for layers with windows, which
+    share blocks with the same number of other layers."""
+    window, types = config.model_config.get_sliding_window(), layer_types(config.model_config)
+    if WINDOW not in types:
+        return 0
+    others = len(types) - types.count(WINDOW)
+    groups = -(-types.count(WINDOW) // others)
+    most = window - 1 + config.scheduler_config.max_num_batched_tokens
+    return groups * (-(-most // config.cache_config.block_size) + 1)
 
 
 def row_of(asked: dict[str, Any]) -> Row:
