@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.selection import is_interpreted, is_later, is_nightly
+from tests.selection import is_interpreted, is_later, is_nightly, left_out
 
 # Triton reads the variable when it is imported, so this stands before any test module loads.
 if not torch.cuda.is_available():
@@ -46,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if is_interpreted(item) and is_nightly(item):
             item.add_marker("nightly")
+    for item in left_out(items):
+        item.add_marker("nightly")
     if torch.cuda.is_available():
         return
     for item in items:

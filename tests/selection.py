@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from zlib import crc32
+
 import pytest
 
 SOONER = ("plugins/quest/", "plugins/triton_attention/")
@@ -53,3 +57,16 @@ def is_nightly(item: pytest.Item) -> bool:
         return True
     name = item.nodeid.rpartition("::")[2].partition("[")[0]
     return "test_conformance" in item.nodeid and not any(part in name for part in KERNELS)
+
+
+def left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases that a commit leaves to a night: of a test that is marked ``sampled(N)`` it
+    runs one of N, at least one, always the same ones. A case that is asked for alone runs."""
+    cases = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark and not any(map(item.get_closest_marker, ("nightly", "gpu", "skip"))):
+            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (_, each), found in cases.items():
+        found.sort(key=lambda item: crc32(item.nodeid.encode()))
+        yield from found[-(-len(found) // each) :]

@@ -138,6 +138,7 @@ def test_the_blocks_of_a_page_run(page, built):
             before = block.line
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",

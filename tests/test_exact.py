@@ -121,6 +121,7 @@ def cells():
         yield pytest.param(cell, on, id=each.id, marks=[*each.marks, *night])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("cell", "on"), [*cells()])
 def test_a_draft_is_decoded_as_its_token_would_be(cell, on):
     @examples(on, cpu=4, interpret=1)

@@ -77,6 +77,7 @@ class Regranulated(Run):
         assert int(self.link.stage.extra[0, :lanes].sum()) == self.extra
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "on"), cases())
 def test_units_of_the_selected_tokens_are_attended(cell, on):

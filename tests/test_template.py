@@ -130,6 +130,7 @@ def by_night(values, *kept):
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", by_night(PACKAGES, *set(PACKAGES) - {KERNELS}))
 def test_a_new_package_passes_the_kit(tmp_path, profile, kind):

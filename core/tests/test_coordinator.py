@@ -43,6 +43,7 @@ def test_scenario(scenario, fast, on):
     run_scenario(scenario, on, fast=fast, unit=2, buffer=12, prompts=16 if fast else None)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("verification", ["joint", "exact"])
 @pytest.mark.parametrize("queries", [2, 3, 8])
 def test_drafts(queries, verification, on):

@@ -144,6 +144,7 @@ def test_rows_that_faults_are_looked_for_on(kernels):
     assert ends_well(kernels(SHAPES[1]), SHAPES[1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_faults_are_seen(tmp_path, name):
     """Each of these changes to the kernel is caught by the rows that it passes itself."""

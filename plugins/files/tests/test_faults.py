@@ -77,7 +77,7 @@ while True:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_writers_that_are_killed_leave_whole_pages(tmp_path):
     """Two hundred writers are killed at any moment; forks of one process, which are quick."""
     folder, draw, seen = str(tmp_path / "pages"), random.Random(1), 0

@@ -217,6 +217,7 @@ def test_strided_queries(world, impl, device):
     assert torch.equal(first, w.retrieve(wide[:, :1, :, 12:], [0, 1, 2]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "dim", "unit"),
     [

@@ -198,6 +198,7 @@ class Run:
         return attention(q[first:], k, v, MODEL.scale, seen)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_step_attends_to_what_is_left_of_its_selection(on, selector):
     """Prompts and the dense layer stay exact."""

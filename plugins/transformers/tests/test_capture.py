@@ -38,6 +38,7 @@ def generated(model, settings, prompt, steps=24, **options):
         return output.sequences, torch.stack(output.logits, 1), handle.capture
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("pads", [(0,), (0, 21, 1)], ids=["single", "padded"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -192,6 +192,7 @@ class Lives(RuleBasedStateMachine):
             self.handle.detach()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["Cohere2", "Qwen3Next", "Lfm2"])
 def test_lives_of_mixed_caches(tiny, check, name):
     if tiny.device.type != "cpu":

@@ -57,6 +57,7 @@ def assert_equal_to_stock(tiny, check, name, **options):
         check.all_free(handle)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", names_of("dense", "experts", "windows", "sinks", "softcap", "states", "latent")
 )
@@ -64,6 +65,7 @@ def test_a_covering_budget_is_the_stock_model(tiny, check, name):
     assert_equal_to_stock(tiny, check, name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", names_of("windows", "sinks", "softcap"))
 def test_windows_wider_than_the_prompt(tiny, check, name):
     assert_equal_to_stock(tiny, check, name, sliding_window=36)
@@ -106,6 +108,7 @@ def test_classes_of_full_layers_may_slide_in_some(tiny, check, name):
     assert_equal_to_stock(tiny, check, name, **window)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", names_of("dense", "experts", "windows", "sinks", "states", "latent")
 )

@@ -48,7 +48,7 @@ def refused(result, *words):
         assert word in result.stderr, result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_keeps_what_it_promises():
     result = call("demo", "--json", "--stats", "--tokens", "8192", "--device", "cpu")
     assert result.exit_code == 0, result.stderr

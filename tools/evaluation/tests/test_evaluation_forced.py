@@ -171,6 +171,7 @@ def test_plain_text_is_compared_and_not_asked(model, prompts, monkeypatch):
     assert again.digest == task.digest != tasks.text_task(600, 3, prompts, seed=2).digest
 
 
+@pytest.mark.nightly
 def test_bytes_of_a_token(model):
     """Dense attention reads all of the cache, others a share, with or without an index."""
     task = tasks.retrieval_task(768, questions=4, seed=3)

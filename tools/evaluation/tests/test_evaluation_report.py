@@ -95,6 +95,7 @@ class Page(HTMLParser):
         self.loaded += links
 
 
+@pytest.mark.nightly
 def test_the_report_opens_offline(out):
     text = (out / page.REPORT).read_text(encoding="utf-8")
     found = Page(text)

@@ -91,6 +91,7 @@ def test_rows_are_those_of_contexts_that_are_read_anew(
     assert measured(shared) == measured(anew)
 
 
+@pytest.mark.nightly
 def test_a_context_is_read_once_for_all_cells(model, task, forwards, monkeypatch):
     shared = rows_of(model, task, "quest,streaming_llm")
     assert forwards == [*task.contexts]
