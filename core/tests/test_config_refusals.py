@@ -40,7 +40,7 @@ def test_counts_must_be_positive_ints(name, value):
         ({"impl": "cuda"}, "impl must be one of 'reference', 'triton', got 'cuda'"),
         ({"scope": "head"}, "scope must be one of 'kv_head', 'shared', got 'head'"),
         ({"dense_residency": "sparse"}, "dense_residency must be one of 'resident', 'streamed'"),
-        ({"prefill_buffer_tokens": 0}, "prefill_buffer_tokens must be a positive int"),
+        ({"prefill_buffer_tokens": -1}, "prefill_buffer_tokens must be an int from 0 on"),
         ({"poison": 1}, "poison must be true or false, got 1"),
         ({"resident_fast_path": "yes"}, "resident_fast_path must be true or false"),
         ({"algorithm": 3}, "algorithm must be the name of a plugin, got 3"),

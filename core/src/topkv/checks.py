@@ -66,6 +66,7 @@ pattern = must(
     "a text of F and S that begins with F, such as 'FSSS'",
     lambda value: isinstance(value, str) and value[:1] == "F" and set(value) <= {"F", "S"},
 )
+size = must("an int from 0 on", lambda value: type(value) is int and 0 <= value <= MOST)
 flag = must("true or false", lambda value: isinstance(value, bool))
 plugin = must("the name of a plugin", lambda value: isinstance(value, str) and value != "")
 

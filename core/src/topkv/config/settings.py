@@ -163,13 +163,12 @@ class Settings(Generic[Unset, Size]):
 
     prefill_block_tokens: int | Unset = setting(checks.count, 32768)
     """tokens of history that a prefill streams at a time: a multiple of ``page_tokens``, to which
-    the default is rounded. The device holds two such blocks of a layer, and a chunk behind
-    each."""
+    the default is rounded. The device holds two of a layer, each with a chunk behind it."""
 
-    prefill_buffer_tokens: int | None = setting(checks.count)
+    prefill_buffer_tokens: int | None = setting(checks.size)
     """tokens of one prompt, from its beginning, that stay on the device in all layers while it is
-    read in chunks, so that each chunk need not load them; none by default. Outputs are the same
-    to the last bit."""
+    read in chunks, so that each chunk need not load them; 0 for none. Unset it is none too, unless
+    an engine sizes it by the memory that is left. Outputs are the same to the last bit."""
 
 
 def _metadata(cls: type, key: str) -> dict[str, Any]:
