@@ -116,6 +116,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
         "tokens": longest,
         "drift": options.drift if options.contestant == "topkv" else None,
         "queries": None,
+        "fill": "prompt",
         "settings": {**settings, **json.loads(options.settings)},
         "model": str(folder),
         "dtype": "bfloat16" if options.device == "cuda" else "float32",

@@ -53,7 +53,7 @@ def check_times(row):
     step, kept = row["step_ms"], row.get("tokens_per_step", 1)
     assert 0 < step["p10"] <= step["median"] <= step["p90"]
     assert row["tokens_per_second"] == 1e3 * row["requests"] * kept / step["median"]
-    assert row["first_token_seconds"] > 0
+    assert row["first_token_seconds"] is None or row["first_token_seconds"] > 0
     assert row["attach_seconds"] > 0
 
 
@@ -88,6 +88,21 @@ def test_topkv_with_a_stated_drift(tmp_path):
     assert row["link_bytes_per_step"] > 0
     assert row["bytes"]["host"] > 0
     assert row["settings"]["budget"] == 128
+
+
+@needs_vllm
+@pytest.mark.nightly
+def test_caches_that_are_filled_without_a_prompt(tmp_path):
+    """vLLM takes all but the last page of each prompt for found, stock and with topkv."""
+    sets = {"algorithm": "quest", "backend": "triton_attention", "budget": 128, "buffer": 128}
+    words = [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
+    grid = ("--contestants", "dense,topkv", "--requests", 2, "--drift", 0.25, "--fill", "pool")
+    dense, row = rows_of(tmp_path, *grid, *words)
+    for each in (dense, row):
+        assert each["status"] == "ok", each
+        assert each["first_token_seconds"] is None
+        check_times(each)
+    assert 0.6 < row["hit_rate"] < 0.9
 
 
 @needs_vllm
@@ -130,13 +145,12 @@ def test_what_vllm_cannot_measure_is_refused_together(monkeypatch):
     result = CliRunner().invoke(topkv, tiny)
     assert result.exit_code == 2
     assert "--engine-arg is of --engine vllm" in result.stderr
-    more = ("--engine", "vllm", "--fill", "pool", "--profile", "--device", "cpu")
+    more = ("--engine", "vllm", "--profile", "--device", "cpu")
     more += ("--queries", "1,4")
     result = CliRunner().invoke(topkv, (*tiny, *more))
     assert result.exit_code == 2
     reported = (
         "vLLM is not installed",
-        "--fill pool: vLLM fills",
         "--profile: phases",
         "on a GPU alone",
         "so one rank",

@@ -30,7 +30,6 @@ TAIL = 4000
 def refused_options(options: Options) -> list[str]:
     """Return reasons, if any, why vLLM cannot run with these options."""
     found = {
-        "--fill pool: vLLM fills its caches by prompts alone": options.fill != "prompt",
         "--queries: vLLM accepts a stated share of drafts on a GPU alone": (
             max(options.queries or (1,)) > 1 and options.device.type != "cuda"
         ),
@@ -133,6 +132,7 @@ class VllmBench:
             "drift": cell.drift,
             "queries": cell.queries,
             "accept": accept,
+            "fill": options.fill,
             "settings": settings,
             "model": str(model),
             "dtype": str(options.dtype).removeprefix("torch."),

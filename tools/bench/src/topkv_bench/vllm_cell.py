@@ -36,6 +36,8 @@ from topkv_bench.drift import drifting
 from topkv_bench.rows import NO_MEMORY, OVER, REFUSED, link
 from topkv_engines.session import Session
 from topkv_vllm import engine_args
+from topkv_vllm.args import CONNECTOR
+from topkv_vllm.connector import TopkvConnector
 from topkv_vllm.geometry import WINDOW, layer_types, shape_of_config
 from topkv_vllm.refusals import check
 
@@ -54,6 +56,8 @@ def arguments_of(asked: dict[str, Any]) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }
+    if asked["fill"] == "pool":
+        common["kv_transfer_config"] = dict(CONNECTOR)
     if (asked["queries"] or 1) > 1:
         common["speculative_config"] = _drafts(asked["queries"] - 1, asked["accept"])
     if asked["device"] == "cpu":
@@ -126,7 +130,7 @@ def row_of(asked: dict[str, Any]) -> Row:
             return {"status": OVER, "reason": reason}
         if asked["contestant"] == "dense":
             arguments["kv_cache_memory_bytes"] = expected
-        with drifts(asked) as made:
+        with filled(asked), drifts(asked) as made:
             return _measured(asked, arguments, made)
     except TopkvError as error:
         status = NO_MEMORY if isinstance(error, OutOfMemory) else REFUSED
@@ -135,6 +139,24 @@ def row_of(asked: dict[str, Any]) -> Row:
         if not is_out_of_memory(error):
             raise
         return {"status": NO_MEMORY, "reason": str(error).partition("\n")[0]}
+
+
+@contextmanager
+def filled(asked: dict[str, Any]) -> Iterator[None]:
+    """Have a connector say that it brings whatever stands before the last page of a prompt, if
+    caches are to be filled without reading it. They hold what their memory held, mostly zeros."""
+    stock = TopkvConnector.get_num_new_matched_tokens
+
+    def brought(connector: TopkvConnector, request: Any, found: int) -> tuple[int, bool]:
+        page: int = connector._page
+        return (request.num_prompt_tokens - 1) // page * page - found, False
+
+    if asked["fill"] == "pool":
+        TopkvConnector.get_num_new_matched_tokens = brought  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TopkvConnector.get_num_new_matched_tokens = stock  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -166,10 +188,12 @@ class Engine:
         llm: the ``vllm.LLM``.
         coordinator: coordinator of its worker; None in stock vLLM.
         generated: tokens of each request so far.
+        found: tokens of the prompt of each that were not read.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.llm, self.generated = LLM(**arguments), dict[str, int]()
+        self.found: dict[str, int] = {}
         self.engine, self._names = self.llm.llm_engine, map(str, count())
         (session,) = self.llm.collective_rpc(lambda worker: getattr(worker, "session", None))
         self.coordinator: SparseCoordinator | None = session and session.coordinator
@@ -190,6 +214,7 @@ class Engine:
         for output in self.engine.step():
             reported.add(output.request_id)
             self.generated[output.request_id] = len(output.outputs[0].token_ids)
+            self.found[output.request_id] = output.num_cached_tokens or 0
         return reported
 
     def run_out(self) -> None:
@@ -233,6 +258,8 @@ def _generated(engine: Engine, asked: dict[str, Any]) -> Row:
     while begun != names:
         begun |= engine.step()
     clock.put(None)
+    if asked["fill"] == "pool" and not all(engine.found[name] for name in names):
+        raise RuntimeError("a prompt was read that was to be filled; this is a bug of topkv-bench")
     while len(clock.seconds) < steps:
         reported = engine.step()
         if not reported:
@@ -244,7 +271,7 @@ def _generated(engine: Engine, asked: dict[str, Any]) -> Row:
     row: Row = {
         "step_ms": clock.milliseconds(),
         "tokens_per_second": 1e3 * requests * kept / clock.milliseconds()["median"],
-        "first_token_seconds": clock.first,
+        "first_token_seconds": clock.first if asked["fill"] == "prompt" else None,
         "bytes": _held(engine),
         "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         **link(moved, steps),
