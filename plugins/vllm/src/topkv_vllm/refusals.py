@@ -10,7 +10,9 @@ from topkv.assembly.assembly import make_plugins
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
+from topkv_engines.places import moved
 from topkv_engines.ranks import rank_reasons
+from topkv_vllm import places
 from topkv_vllm.args import CONNECTOR, EIGHT_BITS, GRAPHS, OWNED, pages_reasons
 from topkv_vllm.geometry import (
     DRAFTERS,
@@ -21,7 +23,6 @@ from topkv_vllm.geometry import (
     lowered_for,
     shape_of_config,
 )
-from topkv_vllm.places import BESIDE, moved
 from topkv_vllm.ranks import kv_heads, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
 
@@ -55,7 +56,8 @@ def check(vllm_config: Any, version: str) -> LoweredConfig:
     reasons = version_reasons(version, device)
     reasons += _model_reasons(vllm_config.model_config)
     reasons += _option_reasons(vllm_config) + _latent_reasons(vllm_config)
-    reasons += _draft_reasons(vllm_config) + moved(device) + _mixed_reasons(vllm_config)
+    reasons += _draft_reasons(vllm_config) + moved(places.PLACES, device, "vLLM")
+    reasons += _mixed_reasons(vllm_config)
     settings, wrong = settings_of(vllm_config)
     reasons += wrong
     if reasons:  # lowering wants a model and options that make sense
@@ -226,7 +228,7 @@ def _mixed_reasons(config: Any) -> list[str]:
         ),
     }
     reasons = [f"not supported beside {own}: {what}" for what, is_so in refused.items() if is_so]
-    return reasons + moved(device, BESIDE)
+    return reasons + moved(places.BESIDE, device, "vLLM")
 
 
 _DECODE_ONLY = GRAPHS["cudagraph_mode"]
