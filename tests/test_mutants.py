@@ -1,6 +1,7 @@
 """Plugins that are broken on purpose: the kit must fail each, and pass its clean twin.
 
-    make test-slow
+    make test-slow, one of four
+    make test-nightly, all of them
 
 A mutant runs on the first tier on which it can be seen, and at night on the others too; those of
 tier ``gpu`` need a CUDA device.
