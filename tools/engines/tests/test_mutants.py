@@ -1,4 +1,4 @@
-"""Every rule of padding and of settling broken on purpose: the test beside it must fail."""
+"""Rules of padding, settling and memory, each broken on purpose: the test beside it must fail."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from importlib import import_module
 import pytest
 
 from tools.engines.tests import test_drafts as drafts
+from tools.engines.tests import test_memory as buffers
 from tools.engines.tests import test_padding as tests
 from tools.engines.tests import test_settling as settling
-from topkv_engines import rows
+from topkv_engines import memory, rows
 from topkv_engines.requests import Requests
 from topkv_engines.session import Session
 
@@ -185,6 +186,14 @@ MUTANTS = {
     "an exception while it settles leaves the step": (
         *(Session.run, BEFORE, "requests.settle()\n        try:"),
         *(settling.test_an_exception_while_it_settles_drops_the_step, pytest.MonkeyPatch),
+    ),
+    "the prompt buffer takes all that is left": (
+        *(memory.with_prompt_buffer, "(room - least) // 2 * 16", "(room - least) * 16"),
+        *(buffers.test_the_prompt_buffer_has_half_of_what_is_left_and_no_more_than_a_request,),
+    ),
+    "the prompt buffer is longer than a request": (
+        *(memory.with_prompt_buffer, "min(config.max_request_tokens, ", "max(0, "),
+        *(buffers.test_the_prompt_buffer_has_half_of_what_is_left_and_no_more_than_a_request,),
     ),
 }
 

@@ -18,7 +18,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from topkv_engines.memory import check_device
+from topkv_engines.memory import check_device, with_prompt_buffer
 from topkv_engines.session import Session
 from topkv_vllm.worker import TopkvWorker
 
@@ -34,7 +34,7 @@ class TopkvGPUWorker(TopkvWorker):
 
     def _prepare(self, memory: int) -> None:
         """Run a step without attention, which takes the memory that activations need, and see
-        whether the device buffers fit beside it.
+        whether the device buffers fit beside it; of what is left, the prompt buffer gets half.
 
         Raises:
             DeviceMemoryError: they do not; nothing was allocated.
@@ -48,6 +48,9 @@ class TopkvGPUWorker(TopkvWorker):
         share = self.requested_memory - self.model_runner.model_memory_usage
         room = min(share, torch.cuda.mem_get_info()[0]) - peak - memory
         check_device(self.topkv_config, int(room), "max_num_seqs", "gpu_memory_utilization")
+        chunked = self.scheduler_config.max_num_batched_tokens < self.model_config.max_model_len
+        if chunked and self.topkv_config.prefill_buffer_tokens is None:
+            self.topkv_config = with_prompt_buffer(self.topkv_config, int(room))
 
     def load_model(self, **options: Any) -> None:
         """Load the model, see ``TopkvWorker``."""

@@ -122,6 +122,8 @@ class VllmBench:
     def _measured(self, cell: Cell, accept: float, model: Path) -> Row:
         options, settings = self.options, cell.sparse_config.as_dict()
         settings.pop("max_queries", None)  # vLLM has a name of its own for it
+        if options.kv_limit is not None:  # what a limit has free is for requests
+            settings.setdefault("prefill_buffer_tokens", 0)
         asked = {
             "contestant": cell.contestant,
             "context": cell.context,

@@ -1,4 +1,4 @@
-"""Check that the device buffers fit, before any is allocated."""
+"""Check that the device buffers fit before any is allocated, and use what is left for prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_device(config: LoweredConfig, room: int, requests: str, share: str) ->
     """
 
     def needs(slots: int) -> int:
-        return SparseCoordinator.required_bytes(evolve(config, max_requests=slots)).device
+        return _needs(evolve(config, max_requests=slots))
 
     most = config.max_requests
     if needs(most) <= room:
@@ -39,3 +39,24 @@ def check_device(config: LoweredConfig, room: int, requests: str, share: str) ->
         f"{left:.2f} GiB are left beside weights and activations; {fix}, or lower buffer, or "
         f"raise {share}"
     )
+
+
+def with_prompt_buffer(config: LoweredConfig, room: int) -> LoweredConfig:
+    """Return the configuration with a prompt buffer of up to the longest request, in half of what
+    the device buffers leave: the other half is for blocks of history and whatever else a forward
+    takes for a while.
+
+    Args:
+        config: of the coordinator.
+        room: bytes of the device that it may take.
+    """
+    few = evolve(config, prefill_buffer_tokens=16)
+    none = evolve(config, prefill_buffer_tokens=0)
+    least = _needs(none)
+    fitting = (room - least) // 2 * 16 // (_needs(few) - least)
+    tokens = min(config.max_request_tokens, max(fitting, 0) // 16 * 16)
+    return evolve(config, prefill_buffer_tokens=tokens)
+
+
+def _needs(config: LoweredConfig) -> int:
+    return SparseCoordinator.required_bytes(config).device
