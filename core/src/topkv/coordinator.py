@@ -184,13 +184,8 @@ class SparseCoordinator(BetweenForwards):
             path.selector.check_index(index)
         if out is None:
             out = q.new_empty((*q.shape[:-1], self.model.out_dim))
-        rows = forward.decoded
-        if rows:
-            new_k, new_v = self._append(path, k[:rows], v[:rows])
-            for turn, at in path.turns(forward):
-                own = None if index is None else index.rows(at)
-                selection = self._select(turn, q[at], new_k[at], new_v[at], own)
-                self._attend(turn, selection, q[at], out[at], sinks)
+        if forward.decoded:
+            self.decode_rows(path, forward, q, k, v, index, out, sinks)
         for chunk in forward.chunks:
             if chunk.tokens:
                 at = chunk.rows
@@ -199,15 +194,27 @@ class SparseCoordinator(BetweenForwards):
         forward.attended.add(layer)
         return out
 
-    @staticmethod
-    def _append(path: LayerPath, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens; return them as host memory rounds them."""
-        lanes = path.lanes
-        rows = (-1, lanes.queries)
-        k, v = path.host.round(k, v, lanes.packed)
-        stored_k, stored_v = path.format.pack(k, v, lanes.packed)
-        path.transfer.append(path.view, stored_k.unflatten(0, rows), stored_v.unflatten(0, rows))
-        return k, v
+    def decode_rows(
+        self,
+        path: LayerPath,
+        forward: Forward,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: Index | None,
+        out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
+        """Append the new tokens of a layer's decode rows, the first of the packed batch, as host
+        memory rounds them, and attend. Device work alone: engines record it. Hot."""
+        lanes, own, rows = path.lanes, slice(0, forward.decoded), (-1, path.lanes.queries)
+        k, v = path.host.round(k[own], v[own], lanes.packed)
+        stored = [each.unflatten(0, rows) for each in path.format.pack(k, v, lanes.packed)]
+        path.transfer.append(path.view, *stored)
+        for turn, at in path.turns(forward):
+            seen = None if index is None else index.rows(at)
+            selection = self._select(turn, q[at], k[at], v[at], seen)
+            self._attend(turn, selection, q[at], out[at], sinks)
 
     @staticmethod
     def _select(
@@ -224,11 +231,7 @@ class SparseCoordinator(BetweenForwards):
 
     @staticmethod
     def _attend(
-        path: LayerPath,
-        selection: Selection | None,
-        q: Tensor,
-        out: Tensor,
-        sinks: Tensor | None,
+        path: LayerPath, selection: Selection | None, q: Tensor, out: Tensor, sinks: Tensor | None
     ) -> None:
         lanes = path.lanes
         q, out = (each.unflatten(0, (-1, lanes.queries)) for each in (q, out))

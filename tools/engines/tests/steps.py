@@ -80,6 +80,7 @@ class Engine:
         self.pads, self.order, self.sinks = pads, order, sinks
         self.session = Session(lambda: self.names, Plain)
         self.session.allocate(lowered(**changes))
+        self.device = self.session.coordinator.config.device
         self.computed, self.rows, self.random = {}, {}, torch.Generator().manual_seed(0)
 
     def run(self, tokens, finished=(), rejected=None):
@@ -121,10 +122,11 @@ class Engine:
                 torch.cat([*(rows[name][each] for name in names), torch.full((pads, h, 64), 1e4)])
                 for each, h in enumerate((4, 2, 2))
             )
+            q, k, v = (each.to(self.device) for each in (q, k, v))
             out = torch.full_like(q, torch.nan)
             self.session.attend(layer, q, k, v, out, sinks=self.sinks)
             assert out.isfinite().all(), "of padding too"
-            parts = out.split([*(tokens[name] for name in names), pads])
+            parts = out.cpu().split([*(tokens[name] for name in names), pads])
             for name, part in zip(names, parts, strict=False):
                 outputs[layer, name] = part
                 self.rows.setdefault((layer, name), []).append((*rows[name], part))

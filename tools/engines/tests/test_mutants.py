@@ -9,10 +9,12 @@ from importlib import import_module
 import pytest
 
 from tools.engines.tests import test_drafts as drafts
+from tools.engines.tests import test_graphs as graphs
 from tools.engines.tests import test_memory as buffers
 from tools.engines.tests import test_padding as tests
 from tools.engines.tests import test_settling as settling
 from topkv_engines import memory, rows
+from topkv_engines.graphs import LayerRows, RecordedCoordinator
 from topkv_engines.requests import Requests
 from topkv_engines.session import Session
 
@@ -186,6 +188,34 @@ MUTANTS = {
     "an exception while it settles leaves the step": (
         *(Session.run, BEFORE, "requests.settle()\n        try:"),
         *(settling.test_an_exception_while_it_settles_drops_the_step, pytest.MonkeyPatch),
+    ),
+    "a graph of fewer rows is replayed": (
+        *(
+            RecordedCoordinator._replay,
+            "(len(forward.rows) - 1).bit",
+            "-1 + len(forward.rows).bit",
+        ),
+        *(graphs.test_replays_are_what_python_does,),
+    ),
+    "a step that only decodes is replayed by layers": (
+        *(RecordedCoordinator._replay, "not forward.chunks or ", ""),
+        *(graphs.test_replays_are_what_python_does,),
+    ),
+    "a graph of one query is replayed for several": (
+        *(RecordedCoordinator._replay, "size, forward.queries", "size, 1"),
+        *(graphs.test_replays_are_what_python_does,),
+    ),
+    "other sinks than recorded are replayed": (
+        *(RecordedCoordinator._replay, "sinks is not self._sinks.get(layer)", "False"),
+        *(graphs.test_other_sinks_than_recorded_are_not_replayed,),
+    ),
+    "layers that share a selection are recorded": (
+        *(RecordedCoordinator.record, "if shared or", "if"),
+        *(graphs.test_layers_that_share_a_selection_are_not_recorded,),
+    ),
+    "a replay has the values of the step before": (
+        *(LayerRows.take, "pairs.append((self.v, v))", "pass"),
+        *(graphs.test_replays_are_what_python_does,),
     ),
     "the prompt buffer takes all that is left": (
         *(memory.with_prompt_buffer, "(room - least) // 2 * 16", "(room - least) * 16"),

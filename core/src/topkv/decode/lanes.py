@@ -41,12 +41,7 @@ class LaneBuffers:
     """
 
     def __init__(
-        self,
-        config: LoweredConfig,
-        index: int,
-        rows: StepRows,
-        queries: int,
-        device: torch.device,
+        self, config: LoweredConfig, index: int, rows: StepRows, queries: int, device: torch.device
     ) -> None:
         lowered, model, max_batch = config.groups[index], config.model, config.max_requests
         self.group = group = lowered.shape

@@ -2,8 +2,9 @@
 
 A graph of vLLM's holds the layers of a decode step of some number of rows, from the embedding to
 the last layer, whose units it offloads too. What changes from step to step is uploaded before,
-when metadata are built. Prompts attend in Python, so a step that has any must not be replayed:
-vLLM keeps apart what has more than one token a request, and this worker the prompts of one token.
+when metadata are built. Prompts attend in Python, so a step that has any must not be replayed as a
+whole: vLLM keeps apart what has more than one token a request, and this worker the prompts of one
+token. Rows that decode in such a step have graphs of their own, one a layer.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class TopkvGPUWorker(TopkvWorker):
         """Record the graphs, and compile what vLLM compiles and what topkv launches."""
         self.session.warm_up()
         done = super().compile_or_warm_up_model()
+        if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            self.session.record(self.sinks)
         _watch_no_kernels()
         return done
 

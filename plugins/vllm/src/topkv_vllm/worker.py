@@ -86,6 +86,7 @@ class TopkvWorker(Worker):
                 attend_here(layer)
         settings = SparseConfig.load(config.additional_config["topkv"])
         impls = [layer.impl for layer in layers]
+        self.sinks = {impl.number: impl.sinks for impl in impls}
         shape = shape_of_layers(impls, lowered.model.dtype)
         self.topkv_config = lowered_for(config, settings, shape)
         names = [layer.layer_name for layer in layers]

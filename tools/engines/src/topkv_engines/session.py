@@ -6,7 +6,7 @@ engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from topkv import SparseCoordinator
 from topkv.config import LoweredConfig
 from topkv.types import Index
 from topkv_engines.counts import Counts
+from topkv_engines.graphs import CudaRecorder, RecordedCoordinator, Recorder
 from topkv_engines.requests import Requests
 from topkv_engines.warm import warm_up
 
@@ -31,7 +32,7 @@ class Session:
         coordinator, requests, counts: once ``allocate`` has made them.
     """
 
-    coordinator: SparseCoordinator
+    coordinator: RecordedCoordinator
     requests: Requests | None = None
     counts: Counts | None = None
 
@@ -48,7 +49,7 @@ class Session:
         Raises:
             HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
         """
-        self.coordinator = SparseCoordinator(config)
+        self.coordinator = RecordedCoordinator(config)
         self.requests = self._make(self.coordinator)
         self.counts = Counts(self.requests)
 
@@ -59,6 +60,20 @@ class Session:
         with torch.inference_mode():
             self.requests.abort()  # padding that a dummy run has left
             warm_up(self.coordinator)
+        self.counts.take()
+
+    def record(self, sinks: Mapping[int, Tensor | None], recorder: Recorder | None = None) -> None:
+        """Record the decode rows of steps with prompts, see ``RecordedCoordinator``.
+
+        Args:
+            sinks: that ``attend`` will be given, by layer.
+            recorder: records CUDA graphs by default.
+        """
+        assert self.requests is not None, "allocated"
+        assert self.counts is not None, "allocated"
+        with torch.inference_mode():
+            self.requests.abort()  # padding that a dummy run has left
+            self.coordinator.record(sinks, recorder or CudaRecorder())
         self.counts.take()
 
     def run(self, step: Any, execute: Callable[[Any], Any]) -> Any:

@@ -6,10 +6,8 @@ on one, and prompts that begin with pages of another one launch more.
 
 from __future__ import annotations
 
-import torch
-
 from topkv import SparseCoordinator
-from topkv.types import Index
+from topkv_engines.graphs import LayerRows
 
 CHUNKS = (None, 17, 1)
 """Tokens of the parts of a prompt, None for a page: Triton compiles a kernel anew for sizes that
@@ -50,21 +48,9 @@ def _forward(
     chunks: list[tuple[int, int]],
     queries: int = 1,
 ) -> None:
-    model, device = coordinator.model, coordinator.config.device
     rows = len(decode) * queries + sum(tokens for _, tokens in chunks)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=model.dtype, device=device)
-
     coordinator.forward_begin(decode, chunks, queries=queries)
-    for layer in model.layers:
-        q = random(rows, model.num_heads, model.head_dim)
-        k, v = (random(rows, model.num_kv_heads, model.head_dim) for _ in range(2))
-        v = k if model.attention == "mla" else v
-        index, indexer = None, model.indexer
-        if indexer is not None and indexer.selects_for(layer):
-            heads, size = indexer.num_heads, indexer.head_dim
-            weights = random(rows, heads).float()
-            index = Index(random(rows, heads, size), random(rows, size), weights)
-        coordinator.attention(layer, q, k, v, index)
+    for layer in coordinator.model.layers:
+        made = LayerRows.random(coordinator.model, layer, rows, coordinator.config.device)
+        coordinator.attention(layer, made.q, made.k, made.v, made.index, made.out)
     coordinator.forward_end()
