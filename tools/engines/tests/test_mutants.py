@@ -214,7 +214,7 @@ MUTANTS = {
         *(graphs.test_layers_that_share_a_selection_are_not_recorded,),
     ),
     "a replay has the values of the step before": (
-        *(LayerRows.take, "pairs.append((self.v, v))", "pass"),
+        *(LayerRows.take, ", (self.v, v))", ")"),
         *(graphs.test_replays_are_what_python_does,),
     ),
     "the prompt buffer takes all that is left": (

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import astuple, frozen
+from attrs import frozen
 from torch import Tensor
 
 from topkv import SparseCoordinator
@@ -68,15 +68,9 @@ class LayerRows:
         q, out = made(model.num_heads, model.head_dim), made(model.num_heads, model.out_dim)
         return cls(q, k, k if model.attention == "mla" else v, index, out)
 
-    def take(self, count: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
-        """Copy the first rows of these. Hot."""
-        pairs = [(self.q, q), (self.k, k)]
-        if self.v is not self.k:
-            pairs.append((self.v, v))
-        if self.index is not None and index is not None:
-            own, given = (astuple(each, recurse=False) for each in (self.index, index))
-            pairs += [pair for pair in zip(own, given, strict=True) if None not in pair]
-        for mine, theirs in pairs:
+    def take(self, count: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Copy the first rows of these, of a layer without an index. Hot."""
+        for mine, theirs in ((self.q, q), (self.k, k), (self.v, v)):
             mine[:count].copy_(theirs[:count])
 
 
@@ -89,7 +83,7 @@ class RecordedCoordinator(SparseCoordinator):
 
     def __init__(self, config: LoweredConfig) -> None:
         self._graphs: dict[tuple[int, int, int], Callable[[], Any]] = {}
-        self._rows: dict[int, LayerRows] = {}
+        self._rows: LayerRows | None = None
         self._sinks: Mapping[int, Tensor | None] = {}
         super().__init__(config)
 
@@ -98,43 +92,33 @@ class RecordedCoordinator(SparseCoordinator):
         and of one query or all that a row can have. Between forwards.
 
         Nothing is recorded where layers share a selection, whose loads run on beside the layers
-        that follow, or where a plugin states that it cannot be captured.
+        that follow, where the model has an indexer, and where a plugin states that it cannot be
+        captured.
 
         Args:
             sinks: of each layer, as it will be called with.
             recorder: records a body.
         """
-        config, most = self.config, self.config.max_requests
+        config, model, most = self.config, self.model, self.config.max_requests
         shared = any(len(turn) > 1 for group in config.groups for turn in group.turns)
-        if shared or not config.capturable:
+        if shared or model.indexer is not None or not config.capturable:
             return
+        room, self._sinks = most * config.max_queries, sinks
+        # Layers run one after the other, so that one copy of rows serves them all.
+        self._rows = LayerRows.random(model, model.layers[0], room, config.device)
         sizes = {min(1 << power, most) for power in range(most.bit_length() + 1)}
-        room = most * config.max_queries
-        self._sinks = sinks
-        for layer in self.model.layers:
-            self._rows[layer] = self._alike(layer, room)
         for queries in sorted({1, config.max_queries}):
             for size in sorted(sizes, reverse=True):  # the largest first: others fit its memory
-                self._record(size, queries, recorder)
+                self._record(self._rows, size, queries, recorder)
 
-    def _alike(self, layer: int, rows: int) -> LayerRows:
-        """Rows of a layer: those of another one with as many inputs, if there is one."""
-        model = self.model
-        indexed = model.indexer is not None and model.indexer.selects_for(layer)
-        for other in self._rows.values():
-            if (other.index is not None) == indexed:
-                return other
-        return LayerRows.random(model, layer, rows, self.config.device)
-
-    def _record(self, size: int, queries: int, recorder: Recorder) -> None:
+    def _record(self, rows: LayerRows, size: int, queries: int, recorder: Recorder) -> None:
         self.forward_begin([-1] * size, queries=queries)
         forward = self.forward
         assert forward is not None, "begun"
         try:
             for path in self.layers:
                 layer = path.view.layer
-                rows, sinks = self._rows[layer], self._sinks.get(layer)
-                inputs = (rows.q, rows.k, rows.v, rows.index, rows.out, sinks)
+                inputs = (rows.q, rows.k, rows.v, None, rows.out, self._sinks.get(layer))
                 body = partial(super().decode_rows, path, forward, *inputs)
                 body()  # compiles, and sets libraries up
                 self._graphs[layer, size, queries] = recorder(body)
@@ -154,13 +138,12 @@ class RecordedCoordinator(SparseCoordinator):
     ) -> None:
         """See ``SparseCoordinator``: in a step with prompts a replay, where there is one. Rows of
         padding are behind those of the step, as every upload leaves them."""
-        layer = path.view.layer
-        replay = self._replay(layer, forward, sinks)
-        if replay is None:
+        rows, count = self._rows, forward.decoded
+        replay = self._replay(path.view.layer, forward, sinks)
+        if replay is None or rows is None:
             super().decode_rows(path, forward, q, k, v, index, out, sinks)
             return
-        rows, count = self._rows[layer], forward.decoded
-        rows.take(count, q, k, v, index)
+        rows.take(count, q, k, v)
         replay()
         out[:count].copy_(rows.out[:count])
 
@@ -176,5 +159,5 @@ class RecordedCoordinator(SparseCoordinator):
     def close(self) -> None:
         """See ``SparseCoordinator``; the graphs are let go of before what they write to."""
         self._graphs.clear()
-        self._rows.clear()
+        self._rows = None
         super().close()
