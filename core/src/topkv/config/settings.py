@@ -167,8 +167,8 @@ class Settings(Generic[Unset, Size]):
 
     prefill_buffer_tokens: int | None = setting(checks.size)
     """tokens of one prompt, from its beginning, that stay on the device in all layers while it is
-    read in chunks, so that each chunk need not load them; 0 or unset for none. Outputs are the
-    same to the last bit."""
+    read in chunks, so that each chunk need not load them; 0 for none. Unset it is none too, unless
+    an engine sizes it by the memory that is left. Outputs are the same to the last bit."""
 
 
 def _metadata(cls: type, key: str) -> dict[str, Any]:
