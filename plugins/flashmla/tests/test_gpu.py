@@ -160,6 +160,22 @@ def test_rows_that_lie_apart(kv_format, heads):
     assert (results[:, :, heads:] == -77).all()
 
 
+@pytest.mark.parametrize("rows", [3_400_000, 3_400_001])
+def test_rows_of_more_bytes_than_a_stride_of_the_library_holds(rows):
+    """The rows listed are the last ones; pages are of 64 rows, and of one."""
+    made, group = backend(64, "fp8", 512)
+    lengths = [512, 1, 0, 100]
+    q, stored, true, table = case(64, "fp8", group, lengths)
+    many = torch.full((rows, *stored.shape[1:]), 0xFF, dtype=stored.dtype, device="cuda")
+    many[rows - len(stored) :] = stored.cuda()
+    out, lse = poisoned(4, 64)
+    run(
+        *(made, q.cuda(), many, (table + rows - len(stored)).cuda()),
+        *(torch.tensor(lengths, dtype=torch.int32, device="cuda"), out, lse),
+    )
+    check(q, true, table, lengths, 1, out, lse)
+
+
 @pytest.mark.parametrize("kv_format", ["fp8", "model"])
 def test_replays_follow_lengths_and_tables(kv_format):
     made, group = backend(128, kv_format, 512)

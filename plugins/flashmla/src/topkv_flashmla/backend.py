@@ -12,6 +12,7 @@ Prompts go through the sparse prefill kernel too: a causal chunk is a selection 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ DECODE_MULTIPLE, SPARSE_MULTIPLE = 64, 128
 
 BLOCK, BLOCK_HEADS = 1024, 8
 """Columns of indices, and heads of an output, of a program."""
+
+PAGE = 64
+"""Rows of fp8 that the library counts as a page: a stride of all rows, were they one page, exceeds
+int32 from 3.3 million on."""
 
 PROMPT_ROWS = 2048
 """Rows of a prompt that are attended at once."""
@@ -233,7 +238,7 @@ class FlashMLA:
         return self.indices[: lanes * width].view(lanes, 1, width)
 
     def _decode(self, q: Tensor, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Sparse decode over fp8 rows ``[tokens, 1, 656]``; they are one page of any size.
+        """Sparse decode over fp8 rows ``[tokens, 1, 656]``, in pages of ``PAGE`` or fewer.
 
         The scheduler's metadata depends on shapes alone, so one holder serves every layer and
         step of a batch size and width of indices; one that is filled while a graph is captured
@@ -245,8 +250,9 @@ class FlashMLA:
             metadata = self.provider.new_metadata()
             if not torch.cuda.is_current_stream_capturing():
                 self._metadata[shape] = metadata
+        pages = rows.unflatten(0, (-1, math.gcd(len(rows), PAGE)))
         result, log = self.provider.decode(
-            *(q, rows[None], None, None, LATENT, metadata),
+            *(q, pages, None, None, LATENT, metadata),
             softmax_scale=self.model.scale,
             is_fp8_kvcache=True,
             indices=indices,
