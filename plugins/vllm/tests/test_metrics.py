@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from topkv_engines.counts import Look
+
 PREFIX = "vllm:topkv_"
 
 
@@ -48,9 +50,9 @@ def test_the_device_is_not_asked_in_every_step(served, prompt, monkeypatch):
     """The device is asked once a second, and when no request is left."""
     monkeypatch.setattr("topkv_engines.counts.EVERY", 1e9)
     engine, asked = served(), []
-    coordinator = engine.session.coordinator
-    count = coordinator.transfers_of
-    monkeypatch.setattr(coordinator, "transfers_of", lambda: (asked.append(1), count())[1])
+    monkeypatch.setattr(
+        "topkv_engines.counts.Look", lambda coordinator: (asked.append(1), Look(coordinator))[1]
+    )
     engine.answer([prompt(100)], 20)
     assert len(asked) <= 2
 

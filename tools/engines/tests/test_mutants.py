@@ -1,4 +1,5 @@
-"""Rules of padding, settling and memory, each broken on purpose: the test beside it must fail."""
+"""Rules of padding, settling, memory and counts, each broken on purpose: the test beside it must
+fail."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from importlib import import_module
 
 import pytest
 
+from tools.engines.tests import test_counts as counts
 from tools.engines.tests import test_drafts as drafts
 from tools.engines.tests import test_graphs as graphs
 from tools.engines.tests import test_memory as buffers
 from tools.engines.tests import test_padding as tests
 from tools.engines.tests import test_settling as settling
 from topkv_engines import memory, rows
+from topkv_engines.counts import Counts
 from topkv_engines.graphs import LayerRows, RecordedCoordinator
 from topkv_engines.requests import Requests
 from topkv_engines.session import Session
@@ -216,6 +219,22 @@ MUTANTS = {
     "a replay has the values of the step before": (
         *(LayerRows.take, ", (self.v, v))", ")"),
         *(graphs.test_replays_are_what_python_does,),
+    ),
+    "a report waits for the device": (
+        *(Counts.take, "(held and not self._look.ready)", "False"),
+        *(counts.test_what_has_not_come_is_reported_later, pytest.MonkeyPatch),
+    ),
+    "the last report is of an earlier look": (
+        *(Counts.take, "not held or (", "("),
+        *(counts.test_what_has_not_come_is_reported_later, pytest.MonkeyPatch),
+    ),
+    "one look is reported again and again": (
+        *(Counts.take, "self._look, self._before = None, total", "self._before = total"),
+        *(counts.test_reports_add_up_to_what_the_coordinator_counts, pytest.MonkeyPatch),
+    ),
+    "a report has all counts so far": (
+        *(Counts.take, "self._look, self._before = None, total", "self._look = None"),
+        *(counts.test_reports_add_up_to_what_the_coordinator_counts, pytest.MonkeyPatch),
     ),
     "the prompt buffer takes all that is left": (
         *(memory.with_prompt_buffer, "(room - least) // 2 * 16", "(room - least) * 16"),
