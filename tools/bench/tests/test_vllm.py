@@ -35,6 +35,31 @@ WINDOWS = {
 }
 """Every other layer slides over a window."""
 
+LATENT = {
+    "model_type": "deepseek_v32",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "index_topk": 64,
+    "index_head_dim": 128,
+    "index_n_heads": 4,
+    "vocab_size": 256,
+}
+"""An indexer selects latent rows."""
+
 
 def rows_of(tmp_path, *args, device="cpu", config=None):
     out, model = tmp_path / "out.json", ("--config", config) if config else ("--model", "tiny")
@@ -70,6 +95,22 @@ def test_stock_vllm_and_a_limit(tmp_path):
     assert row["bytes"]["device"] == (-(-tokens // 32) + 1) * 32 * BLOCK
     assert row["bytes"]["host"] == 0
     assert row["hit_rate"] is None
+
+
+@needs_vllm
+@pytest.mark.parametrize(("dtype", "row"), [("auto", 576 * 4), ("fp8", 656)])
+def test_stock_vllm_holds_latent_rows_and_keys_of_the_indexer(tmp_path, dtype, row):
+    """A token has one row, and one key in fp8 with its scale."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from topkv_bench.vllm_cell import expected_bytes
+
+    (tmp_path / "config.json").write_text(json.dumps(LATENT))
+    common = {"model": str(tmp_path), "skip_tokenizer_init": True, "dtype": "float32"}
+    config = EngineArgs(**common, kv_cache_dtype=dtype).create_engine_config()
+    size = config.cache_config.block_size
+    asked = {"contestant": "dense", "requests": 3, "tokens": 2 * size + 1}
+    assert expected_bytes(config, asked) == (3 * 3 + 1) * size * 2 * (row + 128 + 4)
 
 
 @needs_vllm

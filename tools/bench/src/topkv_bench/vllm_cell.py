@@ -43,6 +43,9 @@ from topkv_vllm.refusals import check
 
 Row = dict[str, Any]
 
+FP8_ROW = 656
+"""Bytes of a latent row that vLLM keeps in fp8."""
+
 
 def arguments_of(asked: dict[str, Any]) -> dict[str, Any]:
     """Make vLLM's arguments; prompts share nothing, and nothing is compiled on a CPU."""
@@ -95,9 +98,15 @@ def expected_bytes(config: Any, asked: dict[str, Any]) -> int:
 
 
 def _block_bytes(config: Any) -> int:
-    """Return the bytes of a block of stock vLLM, keys and values of all layers."""
+    """Return the bytes of a block of stock vLLM in all layers: of keys and values, or of latent
+    rows and the keys of an indexer, which are fp8 with a scale for each 128 elements."""
     shape = shape_of_config(config)
-    row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    if shape.indexer is None:
+        row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    else:
+        fp8 = config.cache_config.cache_dtype.startswith("fp8")
+        key = shape.indexer.head_dim + shape.indexer.head_dim // 128 * 4
+        row = key + (FP8_ROW if fp8 else shape.head_dim * shape.dtype.itemsize)
     return int(shape.num_layers * config.cache_config.block_size * row)
 
 
