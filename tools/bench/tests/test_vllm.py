@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner
@@ -98,6 +99,7 @@ def test_stock_vllm_and_a_limit(tmp_path):
 
 
 @needs_vllm
+@patch.dict(os.environ)  # a cell has a process of its own, whose environment it changes
 @pytest.mark.parametrize(("dtype", "row"), [("auto", 576 * 4), ("fp8", 656)])
 def test_stock_vllm_holds_latent_rows_and_keys_of_the_indexer(tmp_path, dtype, row):
     """A token has one row, and one key in fp8 with its scale."""
