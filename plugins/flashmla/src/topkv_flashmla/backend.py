@@ -34,8 +34,8 @@ BLOCK, BLOCK_HEADS = 1024, 8
 """Columns of indices, and heads of an output, of a program."""
 
 PAGE = 64
-"""Rows of fp8 that the library counts as a page: a stride of all rows, were they one page, exceeds
-int32 from 3.3 million on."""
+"""Rows of fp8 in a page. The stride of a page must fit into int32, which that of 3.3 million rows
+does not."""
 
 PROMPT_ROWS = 2048
 """Rows of a prompt that are attended at once."""

@@ -61,11 +61,11 @@ class Counts:
         self._before: dict[str, float] = {}
 
     def take(self) -> dict[str, float] | None:
-        """Return counts since the last ones, and how many pages there are and are held.
+        """Return counts since the last report, and how many pages there are and are held.
 
-        None while requests are there, so that it will be asked again, and it is too early to look
-        or what was looked at has not come. Without requests it waits for the device; and if the
-        observer ``stalls`` is among the settings, whose numbers wait.
+        While there are requests, None asks the caller to come again: it is too early to look, or
+        the numbers are still on their way. The call waits for the device when no request is left,
+        and in each report where the observer ``stalls`` is configured.
         """
         coordinator, held = self._requests.coordinator, bool(self._requests.held)
         now = time.monotonic()
