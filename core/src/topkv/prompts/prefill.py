@@ -55,51 +55,32 @@ class Prefill:
             out: ``[m, H, Dv]``.
             sinks: fp32 ``[H]``, see ``SparseCoordinator.attention``.
         """
-        slot, selector, chosen = chunk.slot, path.selector, None
-        start = int(self.requests.length[slot])
+        slot, selector, dtype = chunk.slot, path.selector, self.config.model.dtype
+        start, chosen, before = int(self.requests.length[slot]), None, None
         # The stored rows are attended, so that chunks of any size give the same.
         stored = path.format.pack(*path.host.round(k, v))
         if selector and selector.selects_prompts:
-            own = path.format.unpack(*stored, self.config.model.dtype)
+            own = path.format.unpack(*stored, dtype)
             chosen = selector.select_prompt(slot, start, q, *own, index)
+        elif isinstance(selector, Own):
+            before = open_unit(path, selector.view.group.unit, slot, start, dtype)
+        self._store(path, slot, start, *stored)
         blocks = self.ahead.blocks(path, slot, start, *stored)
         lse = chunk_attention(path.backend, q, start, blocks, out, chosen)
-        self.keep(path, chunk, q, stored, lse, index)
+        if isinstance(selector, Own) and before is not None:  # of others it is there already
+            k, v = path.format.unpack(*stored, dtype)
+            if opened := len(before[0]):
+                k, v = (torch.cat(each) for each in zip(before, (k, v), strict=True))
+            selector.construct(slot, start - opened, k, v, q, lse, index)
         if sinks is not None:
             add_sinks(out, lse, sinks)
 
-    def keep(
-        self,
-        path: LayerPath,
-        chunk: Chunk,
-        q: Tensor,
-        stored: tuple[Tensor, Tensor],
-        lse: Tensor,
-        index: Index | None,
-    ) -> None:
-        """Store and represent one chunk in one layer; its attention may have run anywhere.
-
-        Args:
-            q: ``[m, H, D]``.
-            stored: keys and values ``[m, Hkv, *]`` as the format of the layer encodes them.
-            lse: fp32 ``[m, H]`` of its attention.
-            index: of the rows, where the model has an indexer.
-        """
-        slot, selector, dtype = chunk.slot, path.selector, self.config.model.dtype
-        start = int(self.requests.length[slot])
-        # A chunk that need not be represented, or is already, is stored before it attends.
-        if not isinstance(selector, Own) or selector.selects_prompts:
-            self._store(path, slot, start, *stored)
-            return
-        k, v = path.format.unpack(*stored, dtype)
-        before_k, before_v = open_unit(path, selector.view.group.unit, slot, start, dtype)
-        self._store(path, slot, start, *stored)
-        if len(before_k):
-            k, v = torch.cat([before_k, k]), torch.cat([before_v, v])
-        selector.construct(slot, start - len(before_k), k, v, q, lse, index)
-
     def _store(self, path: LayerPath, slot: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Send a chunk's keys and values to their pages, on the offload stream of a GPU."""
+        """Send a chunk's keys and values to their pages, on the offload stream of a GPU.
+
+        They go while the chunk attends: that kernel gives its work to what processors are free,
+        and the products behind it wait for the last one.
+        """
         high = max(int(self.requests.high[slot]), start + len(k))
         resident = bool(self.requests.resident[slot])
         with self._offload.behind(k, v):

@@ -95,6 +95,7 @@ def store_kernel(
     max_units,
     WRITE: tl.constexpr,
     SPARSE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HEADS_PER_LANE: tl.constexpr,
     PLANES: tl.constexpr,
     UNIT: tl.constexpr,
@@ -105,46 +106,51 @@ def store_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store a prefill chunk in its pages, the ring and LRU slots. Grid (token blocks, Hkv).
+    """Store a prefill chunk in its pages, the ring and LRU slots. Grid (programs).
 
-    Units below ``claim_below`` take the LRU slot of their own number. Strides of host memory in
-    its elements.
+    The programs share the blocks of tokens of all heads, see ``fetch_kernel``. Units below
+    ``claim_below`` take the LRU slot of their own number. Strides of host memory in its elements.
     """
     SIZE: tl.constexpr = HEADS_PER_LANE * PLANES * UNIT * D
-    kv_head = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = i < tokens
-    position = start + i
-    unit = position // UNIT
     d = tl.arange(0, BLOCK_D)
-    both = live[:, None] & (d < D)[None, :]
-    k = tl.load(p_k + (i * s_k + kv_head * D)[:, None] + d[None, :], both, other=0.0)
-    v = k
-    if PLANES == 2:
-        v = tl.load(p_v + (i * s_v + kv_head * D)[:, None] + d[None, :], both, other=0.0)
-    at = (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
+    tile, step = tl.program_id(0), tl.num_programs(0)
+    tiles = tl.cdiv(tokens, BLOCK_T) * KV_HEADS
+    for _ in range(tl.program_id(0), tiles, step):
+        kv_head = (tile % KV_HEADS).to(tl.int64)
+        i = (tile // KV_HEADS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = i < tokens
+        position = start + i
+        unit = position // UNIT
+        both = live[:, None] & (d < D)[None, :]
+        k = tl.load(p_k + (i * s_k + kv_head * D)[:, None] + d[None, :], both, other=0.0)
+        v = k
+        if PLANES == 2:
+            v = tl.load(p_v + (i * s_v + kv_head * D)[:, None] + d[None, :], both, other=0.0)
+        at = (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
 
-    lane_head = kv_head // HEADS_PER_LANE
-    page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
-    p_entry = p_pool + page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit
-    WRITE(p_entry, at, d, k, live, both, SIZE, D)
-    if PLANES == 2:
-        WRITE(p_entry, at + UNIT * D, d, v, live, both, SIZE, D)
-    if SPARSE:
-        lane_row = first_lane_row + lane_head
-        p_buffer += lane_row * (C + T) * SIZE
-        in_ring = both & (unit >= low)[:, None]
-        entry = (C + unit % T) * SIZE + at
-        _store_planes(p_buffer + entry, d, k, v, in_ring, UNIT * D, PLANES)
+        lane_head = kv_head // HEADS_PER_LANE
+        page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
+        p_entry = p_pool + page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit
+        WRITE(p_entry, at, d, k, live, both, SIZE, D)
+        if PLANES == 2:
+            WRITE(p_entry, at + UNIT * D, d, v, live, both, SIZE, D)
+        if SPARSE:
+            lane_row = first_lane_row + lane_head
+            p_lane = p_buffer + lane_row * (C + T) * SIZE
+            in_ring = both & (unit >= low)[:, None]
+            entry = (C + unit % T) * SIZE + at
+            _store_planes(p_lane + entry, d, k, v, in_ring, UNIT * D, PLANES)
 
-        claims = live & (unit < claim_below)
-        mapped = tl.load(p_unit_slot + lane_row * max_units + unit, live, other=-1).to(tl.int64)
-        place = tl.where(claims, unit, mapped)
-        tl.store(p_unit_slot + lane_row * max_units + unit, unit.to(tl.int32), claims)
-        tl.store(p_slot_unit + lane_row * C + unit, unit.to(tl.int32), claims)
-        in_lru = both & (place >= 0)[:, None]
-        entry = place * SIZE + at
-        _store_planes(p_buffer + entry, d, k, v, in_lru, UNIT * D, PLANES)
+            claims = live & (unit < claim_below)
+            p_mapped = p_unit_slot + lane_row * max_units + unit
+            mapped = tl.load(p_mapped, live, other=-1).to(tl.int64)
+            place = tl.where(claims, unit, mapped)
+            tl.store(p_mapped, unit.to(tl.int32), claims)
+            tl.store(p_slot_unit + lane_row * C + unit, unit.to(tl.int32), claims)
+            in_lru = both & (place >= 0)[:, None]
+            entry = place * SIZE + at
+            _store_planes(p_lane + entry, d, k, v, in_lru, UNIT * D, PLANES)
+        tile += step
 
 
 @triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_page_row"])

@@ -27,6 +27,9 @@ COPY_PROGRAMS = 256
 COPY_BLOCK = 256
 """16-byte words per program and iteration."""
 
+STORE_PROGRAMS = 8
+"""Most programs that store a chunk; no more of a link is to be had by more of them."""
+
 FETCH_PROGRAMS = 32
 """Most programs that fetch history: it is fetched while prompts are attended, and every program
 takes the place of one that attends."""
@@ -145,6 +148,7 @@ class TritonTransfer(ZeroCopyTransfer):
         self.plan_warps = 4 if self.block_c <= 1024 else 8 if self.block_c <= 8192 else 32
         # Triton's interpreter runs one program after the other.
         self.copy_programs = COPY_PROGRAMS if device.type == "cuda" else 4
+        self.store_programs = STORE_PROGRAMS if device.type == "cuda" else 4
         self.fetch_programs = FETCH_PROGRAMS if device.type == "cuda" else 4
         # The copy's programs start while the plan still runs: one launch latency less a step.
         early = pdl.available(device)
@@ -308,7 +312,8 @@ class TritonTransfer(ZeroCopyTransfer):
         resident: bool,
     ) -> None:
         group, memory, tokens = self.group, self.memory[layer.index], k.shape[0]
-        token_kernels.store_kernel[(triton.cdiv(tokens, self.token_block), group.num_kv_heads)](
+        tiles = triton.cdiv(tokens, self.token_block) * group.num_kv_heads
+        token_kernels.store_kernel[(min(tiles, self.store_programs),)](
             k,
             v,
             memory.host,
@@ -325,6 +330,7 @@ class TritonTransfer(ZeroCopyTransfer):
             s_v=v.stride(0),
             max_units=group.max_units,
             SPARSE=self.sparse,
+            KV_HEADS=group.num_kv_heads,
             C=max(group.buffer_slots, 1),
             T=max(group.ring_slots, 1),
             BLOCK_T=self.token_block,
