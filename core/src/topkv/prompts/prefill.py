@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from topkv.prompts.ahead import HistoryAhead
 from topkv.prompts.history import StoredHistory, open_unit
 from topkv.requests.requests import Requests
 from topkv.types import Index
+
+Represent = Callable[[Tensor, Tensor, Index | None], None]
+"""Represents a chunk by its queries ``[m, H, D]``, their LSE, fp32 ``[m, H]``, and their index."""
 
 
 class Prefill:
@@ -55,36 +60,48 @@ class Prefill:
             out: ``[m, H, Dv]``.
             sinks: fp32 ``[H]``, see ``SparseCoordinator.attention``.
         """
-        slot, selector, dtype = chunk.slot, path.selector, self.config.model.dtype
-        start, chosen, before = int(self.requests.length[slot]), None, None
+        slot, selector, chosen = chunk.slot, path.selector, None
+        start = int(self.requests.length[slot])
         # The stored rows are attended, so that chunks of any size give the same.
         stored = path.format.pack(*path.host.round(k, v))
         if selector and selector.selects_prompts:
-            own = path.format.unpack(*stored, dtype)
+            own = path.format.unpack(*stored, self.config.model.dtype)
             chosen = selector.select_prompt(slot, start, q, *own, index)
-        elif isinstance(selector, Own):
-            before = open_unit(path, selector.view.group.unit, slot, start, dtype)
-        self._store(path, slot, start, *stored)
+        represent = self.store(path, chunk, *stored)
         blocks = self.ahead.blocks(path, slot, start, *stored)
         lse = chunk_attention(path.backend, q, start, blocks, out, chosen)
-        if isinstance(selector, Own) and before is not None:  # of others it is there already
-            k, v = path.format.unpack(*stored, dtype)
-            if opened := len(before[0]):
-                k, v = (torch.cat(each) for each in zip(before, (k, v), strict=True))
-            selector.construct(slot, start - opened, k, v, q, lse, index)
+        represent(q, lse, index)
         if sinks is not None:
             add_sinks(out, lse, sinks)
 
-    def _store(self, path: LayerPath, slot: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Send a chunk's keys and values to their pages, on the offload stream of a GPU.
+    def store(self, path: LayerPath, chunk: Chunk, k: Tensor, v: Tensor) -> Represent:
+        """Send a chunk to its pages while it attends; return what represents it afterwards.
 
-        They go while the chunk attends: that kernel gives its work to what processors are free,
-        and the products behind it wait for the last one.
+        On a GPU a stream of its own stores, beside a kernel that gives its work to whatever
+        processors are free: the products behind it would wait for the last one.
+
+        Args:
+            k, v: ``[m, Hkv, *]`` as the format of the layer encodes them.
         """
+        slot, selector, dtype = chunk.slot, path.selector, self.config.model.dtype
+        start, construct = int(self.requests.length[slot]), None
+        if isinstance(selector, Own) and not selector.selects_prompts:
+            construct = selector.construct
+            before = open_unit(path, selector.view.group.unit, slot, start, dtype)
         high = max(int(self.requests.high[slot]), start + len(k))
         resident = bool(self.requests.resident[slot])
         with self._offload.behind(k, v):
             path.transfer.store_chunk(path.view, slot, start, k, v, high, resident)
+
+        def represent(q: Tensor, lse: Tensor, index: Index | None) -> None:
+            if construct is None:  # nothing keeps any, or it is there already
+                return
+            rows = path.format.unpack(k, v, dtype)
+            if opened := len(before[0]):
+                rows = torch.cat([before[0], rows[0]]), torch.cat([before[1], rows[1]])
+            construct(slot, start - opened, *rows, q, lse, index)
+
+        return represent
 
     def settle(self, path: LayerPath, slot: int, since: int, length: int) -> None:
         """Call ``settle`` of a layer that selects for itself, with the history that it asks for.

@@ -98,7 +98,7 @@ def fill_coordinator(coordinator: SparseCoordinator, slot: int, context: int) ->
             k, v = (_random(sizes, model.dtype, device) for _ in range(2))
             q = _random(queries, model.dtype, device)
             stored = path.format.pack(*path.host.round(k, v))
-            coordinator.prefill.keep(path, chunk, q, stored, lse, None)
+            coordinator.prefill.store(path, chunk, *stored)(q, lse, None)
             forward.attended.add(path.view.layer)  # written, and not attended
         coordinator.forward_end()
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from topkv.decode.layers import Chunk, LayerPath
+from topkv.prompts.prefill import Represent
 from topkv.types import Index
 from topkv_cli.memory import host_memory
 from topkv_evaluation.eval.batches import read_context
@@ -129,32 +130,29 @@ def recording(handle: AttachedModel, most: int) -> Iterator[list[list[Kept]]]:
         handle: the attached model, whose prefill is recorded.
         most: most bytes.
     """
-    store, layers = handle.coordinator.prefill, len(handle.coordinator.layers)
-    keep, chunks, taken = store.keep, [], 0
+    prefill, layers = handle.coordinator.prefill, len(handle.coordinator.layers)
+    store, chunks, taken = prefill.store, [], 0
 
-    def recorded(
-        path: LayerPath,
-        chunk: Chunk,
-        q: Tensor,
-        stored: tuple[Tensor, Tensor],
-        lse: Tensor,
-        index: Index | None,
-    ) -> None:
-        nonlocal taken
-        size = sum(tensor.nbytes for tensor in (q, *stored, lse))
-        if taken + size <= most:
-            if not chunks or len(chunks[-1]) == layers:
-                chunks.append([])
-            k, v = stored
-            chunks[-1].append(Kept(_copied(q), (_copied(k), _copied(v)), _copied(lse)))
-        taken += size
-        keep(path, chunk, q, stored, lse, index)
+    def recorded(path: LayerPath, chunk: Chunk, k: Tensor, v: Tensor) -> Represent:
+        represent = store(path, chunk, k, v)
 
-    store.keep = recorded  # type: ignore[method-assign]
+        def kept(q: Tensor, lse: Tensor, index: Index | None) -> None:
+            nonlocal taken
+            size = sum(tensor.nbytes for tensor in (q, k, v, lse))
+            if taken + size <= most:
+                if not chunks or len(chunks[-1]) == layers:
+                    chunks.append([])
+                chunks[-1].append(Kept(_copied(q), (_copied(k), _copied(v)), _copied(lse)))
+            taken += size
+            represent(q, lse, index)
+
+        return kept
+
+    prefill.store = recorded  # type: ignore[method-assign]
     try:
         yield chunks
     finally:
-        del store.keep  # the method stands again
+        del prefill.store  # the method stands again
         if taken > most:
             chunks.clear()
 
@@ -187,6 +185,6 @@ def _keep(coordinator: Any, layers: tuple[Kept, ...]) -> None:
     (chunk,) = forward.chunks
     for path, kept in zip(coordinator.layers, layers, strict=True):
         q, k, v, lse = (each.to(device) for each in (kept.q, *kept.stored, kept.lse))
-        coordinator.prefill.keep(path, chunk, q, (k, v), lse, None)
+        coordinator.prefill.store(path, chunk, k, v)(q, lse, None)
         forward.called.add(path.view.layer)
         forward.attended.add(path.view.layer)  # by another cell
