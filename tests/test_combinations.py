@@ -222,6 +222,7 @@ def check_chains(algorithm, on, most=25, phases=tuple(hypothesis.Phase)):
 SELECTORS = sorted({cell.algorithm for cell in CELLS})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("algorithm", SELECTORS)

@@ -38,6 +38,7 @@ def kernels(tmp_path_factory):
     return cache(partial(build, sources(tmp_path_factory.mktemp("emulated"))))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_any_rows(kernels, shape):
     @settings(max_examples=12, deadline=None)

@@ -170,6 +170,7 @@ def test_negative_weights_never_select_padding(world, impl, device, form):
     assert truth[sorted(sets[1])].min() >= truth.topk(9).values[-1] - 1e-2 * truth.abs().max()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
 def test_powers_of_two_select_the_same(world, impl, device, form, scale_format):
     """Powers of two as factors of queries, of weights, and of all keys change no selection."""

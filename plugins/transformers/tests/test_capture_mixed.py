@@ -71,6 +71,7 @@ def test_replayed_steps_are_those_of_python(tiny, recording, name, tokens, pads)
     assert report.replayed == 28 - filling > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*WINDOWS, *STATES])
 def test_caches_in_turn_forks_and_further_turns(tiny, recording, name):
     """The cache whose windows a recording holds changes from step to step."""
@@ -194,6 +195,7 @@ def compare(tiny, recording, name, examples, phases=tuple(hypothesis.Phase)):
     assert sum(replayed) > examples
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemma3", "Bamba"])
 def test_caches_in_any_order(tiny, recording, name):

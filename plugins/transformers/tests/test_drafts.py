@@ -11,6 +11,7 @@ from topkv.errors import CapabilityError
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 @pytest.mark.parametrize("unit", [1, 4])
 def test_drafts_change_no_token(tiny, check, steps, drafts, unit):

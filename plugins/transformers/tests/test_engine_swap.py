@@ -122,6 +122,7 @@ def assert_swapped(handle, recorder, cache):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "planned"])
 @pytest.mark.parametrize("pads", [(0,), (0, 9, 2)], ids=["single", "padded"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -138,6 +138,7 @@ def test_rows_that_the_core_packs_are_those_of_the_oracle():
     assert torch.equal(got[:, 512:], rows[:, 512:].float().bfloat16().double())
 
 
+@pytest.mark.sampled(3)
 @both_formats
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("heads", [3, 20])

@@ -142,6 +142,7 @@ def test_a_picture_is_drawn(tmp_path):
 # Measurements.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fill", ["pool", "prompt"])
 @pytest.mark.parametrize(("drift", "hits"), [(0.25, 0.75), (0.0, 1.0)])
 def test_hits_follow_from_the_drift(fill, drift, hits):

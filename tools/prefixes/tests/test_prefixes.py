@@ -139,6 +139,7 @@ def test_keys_are_equal_where_all_tokens_up_to_there_are(one, other):
     assert not {*keys[0]} & {*page_keys(one, 3, b"x")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [PAGE, 8])
 def test_requests_go_on_as_if_they_had_computed_what_they_found(on, page):
