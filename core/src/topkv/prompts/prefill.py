@@ -51,7 +51,7 @@ class Prefill:
         out: Tensor,
         sinks: Tensor | None = None,
     ) -> None:
-        """Attend, store and represent one chunk in one layer.
+        """Store, attend and represent one chunk in one layer.
 
         Args:
             q: ``[m, H, D]``.
@@ -77,8 +77,8 @@ class Prefill:
     def store(self, path: LayerPath, chunk: Chunk, k: Tensor, v: Tensor) -> Represent:
         """Send a chunk to its pages while it attends; return what represents it afterwards.
 
-        On a GPU a stream of its own stores, beside a kernel that gives its work to whatever
-        processors are free: the products behind it would wait for the last one.
+        On a GPU the copy has a stream of its own and runs beside the attention of the chunk, whose
+        work goes to the processors that the copy leaves free. A product behind it would wait.
 
         Args:
             k, v: ``[m, Hkv, *]`` as the format of the layer encodes them.
@@ -94,7 +94,7 @@ class Prefill:
             path.transfer.store_chunk(path.view, slot, start, k, v, high, resident)
 
         def represent(q: Tensor, lse: Tensor, index: Index | None) -> None:
-            if construct is None:  # nothing keeps any, or it is there already
+            if construct is None:  # nothing keeps it, or select_prompt has
                 return
             rows = path.format.unpack(k, v, dtype)
             if opened := len(before[0]):

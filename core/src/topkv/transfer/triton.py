@@ -28,7 +28,7 @@ COPY_BLOCK = 256
 """16-byte words per program and iteration."""
 
 STORE_PROGRAMS = 8
-"""Most programs that store a chunk; no more of a link is to be had by more of them."""
+"""Most programs that store a chunk while it attends: with 16 and more a chunk takes longer."""
 
 FETCH_PROGRAMS = 32
 """Most programs that fetch history: it is fetched while prompts are attended, and every program
