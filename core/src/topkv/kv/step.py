@@ -11,7 +11,8 @@ from torch import Tensor
 
 from topkv.types import StepTensors
 
-_FIELDS = 7
+FIELDS = 7
+"""Rows of an upload's block before the limits: see ``StepRows``."""
 
 _BLOCKS, _WAITS = 8, 4
 """Blocks that uploads are written to in turn, and how many of them wait by one event."""
@@ -69,16 +70,16 @@ class StepRows:
 
     def __init__(self, packed: Tensor, page_table: Tensor) -> None:
         self._packed = packed
-        slots, lengths, high, resident, appended, self.table_rows, self.queries = packed[:_FIELDS]
+        slots, lengths, high, resident, appended, self.table_rows, self.queries = packed[:FIELDS]
         self.step = StepTensors(slots, lengths, high, appended, resident, page_table)
-        self.limits: list[Tensor] = list(packed[_FIELDS:])
+        self.limits: list[Tensor] = list(packed[FIELDS:])
 
     def narrow(self, batch: int) -> None:
         """Narrow to the B rows of a forward."""
         step, packed = self.step, self._packed[:, :batch]
         step.slots, step.lengths, step.high, step.resident, step.appended = packed[:5]
-        self.table_rows, self.queries = packed[5:_FIELDS]
-        self.limits = list(packed[_FIELDS:])
+        self.table_rows, self.queries = packed[5:FIELDS]
+        self.limits = list(packed[FIELDS:])
 
 
 class StepUploader:
@@ -96,6 +97,9 @@ class StepUploader:
         singles: step tensors of query 0, 1, .. of each row, in which that query's token is the
             row's newest. A row that has no such query is padded.
         staging: what uploads are written to, on the host.
+        packed: int32 ``[1 + single, FIELDS + groups, max_batch]``, what an upload writes: slots,
+            lengths, high, resident, appended, table rows, queries, and the limit of each group.
+        groups: ``limits``.
     """
 
     def __init__(
@@ -107,16 +111,16 @@ class StepUploader:
         single: int = 0,
     ) -> None:
         self.device = device
-        self._limits = limits
-        packed = (1 + single, _FIELDS + len(limits), max_batch)
-        self._packed = torch.zeros(packed, dtype=torch.int32, device=device)
-        self._packed[:, 0] = -1
+        self.groups = limits
+        packed = (1 + single, FIELDS + len(limits), max_batch)
+        self.packed = torch.zeros(packed, dtype=torch.int32, device=device)
+        self.packed[:, 0] = -1
         self.staging = self._steps, self._pages = (
             Staging(packed, device),
             Staging(shape[1:], device),
         )
         table = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.rows, *self.singles = (StepRows(block, table) for block in self._packed)
+        self.rows, *self.singles = (StepRows(block, table) for block in self.packed)
         self.step = self.rows.step
 
     def upload_pages(self, table: np.ndarray, slots: Iterable[int]) -> None:
@@ -144,7 +148,7 @@ class StepUploader:
                 alone = np.stack([counted[0] - (last - query), *counted[1:]]) * there
                 own = np.where(there, slots, -1)
                 self._fill(block, own, alone, (appended > query).astype(np.int32), 1)
-        self._steps.copy_to(self._packed)
+        self._steps.copy_to(self.packed)
         if len(slots) != self.step.batch:
             for rows in (self.rows, *self.singles):
                 rows.narrow(len(slots))
@@ -165,5 +169,5 @@ class StepUploader:
         np.maximum(slots, 0, out=values[5])
         lengths = counted[0]
         behind = np.maximum(lengths - np.maximum(appended, 1, out=values[6]), 0)
-        for row, (unit, selectable) in enumerate(self._limits, start=_FIELDS):
+        for row, (unit, selectable) in enumerate(self.groups, start=FIELDS):
             values[row] = lengths if selectable and queries == 1 else behind // unit
