@@ -69,6 +69,7 @@ class Engine:
             tokens.
         order: puts the names of a step's requests into the order of their rows.
         sinks: ``[H]`` of all layers; None for layers without.
+        ahead: as of the session.
         changes: of settings.
 
     Attributes:
@@ -76,9 +77,9 @@ class Engine:
         computed: tokens of each request.
     """
 
-    def __init__(self, pads=0, order=list, sinks=None, **changes):
+    def __init__(self, pads=0, order=list, sinks=None, ahead=False, **changes):
         self.pads, self.order, self.sinks = pads, order, sinks
-        self.session = Session(lambda: self.names, Plain)
+        self.session = Session(lambda: self.names, Plain, ahead)
         self.session.allocate(lowered(**changes))
         self.device = self.session.coordinator.config.device
         self.computed, self.rows, self.random = {}, {}, torch.Generator().manual_seed(0)
@@ -88,7 +89,7 @@ class Engine:
 
         ``rejected`` drafts of requests are tokens that nobody counts afterwards.
         """
-        step = SimpleNamespace(finished=finished, tokens=tokens, computed=dict(self.computed))
+        step = SimpleNamespace(finished=finished, tokens=tokens, computed=dict(self.counted()))
         outputs = self.session.run(step, self.execute)
         for name, count in tokens.items():
             kept = count - (rejected or {}).get(name, 0)
@@ -100,13 +101,21 @@ class Engine:
             self.computed.pop(name, None)
         return outputs
 
+    def counted(self):
+        """Tokens of each request that the engine counts before a step."""
+        return self.computed
+
+    def lengths(self, names, tokens, pads):
+        """Lengths on the device that a forward is given."""
+
     def execute(self, step):
         tokens = step.tokens
         self.names = self.order([*tokens])
         self.prompts = self.session.prompts()
         alike = len({*tokens.values()}) == 1 and not self.prompts
         padded = self.pads * tokens[self.names[0]] if alike else 0
-        rows = self.session.forward(len(tokens) + self.pads, sum(tokens.values()) + padded)
+        count, lengths = len(tokens) + self.pads, self.lengths(self.names, tokens, self.pads)
+        rows = self.session.forward(count, sum(tokens.values()) + padded, lengths)
         assert rows == sum(tokens.values()) + padded
         return self.layers(tokens, self.names, padded)
 
@@ -153,7 +162,7 @@ class Engine:
             later = torch.ones(logits.shape[1:]).triu(1).bool()
             logits = logits.masked_fill(later, -torch.inf)
             if self.sinks is not None:
-                sunk = self.sinks.double()[:, None, None].expand(-1, len(q), 1)
+                sunk = self.sinks.double().cpu()[:, None, None].expand(-1, len(q), 1)
                 logits = torch.cat([sunk, logits], dim=-1)
             shares = logits.softmax(-1)[..., -len(k) :]
             expected = torch.einsum("hqk,khd->qhd", shares, v)

@@ -1,5 +1,5 @@
-"""Rules of padding, settling, memory and counts, each broken on purpose: the test beside it must
-fail."""
+"""Rules of padding, settling, drafts, memory and counts, each broken on purpose: the test beside
+it must fail."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from importlib import import_module
 
 import pytest
 
+from tools.engines.tests import test_ahead as ahead
 from tools.engines.tests import test_counts as counts
 from tools.engines.tests import test_drafts as drafts
 from tools.engines.tests import test_graphs as graphs
 from tools.engines.tests import test_memory as buffers
 from tools.engines.tests import test_padding as tests
 from tools.engines.tests import test_settling as settling
-from topkv_engines import memory, rows
+from topkv_engines import lengths_kernels, memory, rows
+from topkv_engines.ahead import Ahead, reasons_against
 from topkv_engines.counts import Counts
 from topkv_engines.graphs import LayerRows, RecordedCoordinator
 from topkv_engines.requests import Requests
@@ -54,6 +56,8 @@ BEHIND = (
     + "\n            requests.coordinator.settle([each.slot for each in requests.held.values()])"
 )
 BEFORE = "try:\n            requests.settle()"
+
+JOINT, REFERENCE = ("joint", "cpu"), ("cpu", "reference")
 
 MUTANTS = {
     "a dummy run replays the rows of the last step": (
@@ -175,6 +179,66 @@ MUTANTS = {
     "outputs of drafts stay in topkv's order": (
         *(Session.attend, "order.given, out", "order.taken[: len(order.given)], out"),
         *(drafts.test_drafts_are_attended_to_and_taken_back,),
+    ),
+    "lengths of a step that is ahead stay the host's": (
+        *(Session.forward, "self.ahead is not None and lengths is not None", "False"),
+        *(ahead.test_outputs_are_those_of_an_engine_that_knows, *JOINT),
+    ),
+    "lengths are corrected once and not in later steps": (
+        *(lengths_kernels.correct, "length.copy_(", "length.add(0).copy_("),
+        *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
+    ),
+    "limits stay those of the counted lengths": (
+        *(lengths_kernels.correct, "block[row].copy_(", "block[row].add(0).copy_("),
+        *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
+    ),
+    "rows of single queries keep their lengths": (
+        *(lengths_kernels.correct, "1 + (queries > 1 and len(uploader.singles))", "1"),
+        *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
+    ),
+    "rows of padding get lengths": (
+        *(lengths_kernels.correct, "(length - lost).where(live, length)", "length - lost"),
+        *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
+    ),
+    "the newest token of a single query cannot be selected": (
+        *(lengths_kernels.correct, "(number > 0 or queries == 1)", "queries == 1"),
+        *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
+    ),
+    "the newest token of several queries can be selected": (
+        *(lengths_kernels.correct, "(number > 0 or queries == 1)", "True"),
+        *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
+    ),
+    "rows that decode have the lengths of those in front": (
+        *(Ahead.correct, "decoded[-1] >= len(decoded)", "False"),
+        *(ahead.test_rows_between_prompts_are_found,),
+    ),
+    "places of rows that decode are counted among themselves": (
+        *(Requests.forward, "self.decoded.append(place)", "self.decoded.append(len(slots))"),
+        *(ahead.test_rows_between_prompts_are_found,),
+    ),
+    "drafts of one step at most are taken back": (
+        *(Requests._take_back, "< 2 * self.", "< self."),
+        *(ahead.test_a_request_that_is_left_out_for_a_step_loses_the_drafts_of_two,),
+    ),
+    "warming up forgets lengths": (
+        *(Ahead.warm_up, ":1].clone()", ":1] * 0 + 1"),
+        *(ahead.test_warming_up_changes_no_length,),
+    ),
+    "algorithms that settle in between are served ahead": (
+        *(reasons_against, "spec.settle_period or ", ""),
+        *(ahead.test_what_counts_on_the_host_is_refused,),
+    ),
+    "algorithms that follow rejected tokens on the host are served ahead": (
+        *(reasons_against, ' or has_hook(algorithm, "truncated")', ""),
+        *(ahead.test_what_counts_on_the_host_is_refused,),
+    ),
+    "stages that follow requests on the host are served ahead": (
+        *(reasons_against, 'has_hook(link.stage, "bind")', "False"),
+        *(ahead.test_what_counts_on_the_host_is_refused,),
+    ),
+    "a ring reaches back as far as without steps ahead": (
+        *(reasons_against, "2 * config.max_queries", "config.max_queries"),
+        *(ahead.test_a_ring_that_does_not_reach_back_is_refused,),
     ),
     "it settles within the step": (
         *(Session.run, "requests.settle()", "pass"),

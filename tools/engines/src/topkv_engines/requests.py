@@ -43,6 +43,7 @@ class Requests(ABC):
         tokens: of each request of the step that is open, in the engine's order; empty between
             steps.
         computed: tokens of each before its last step, as the engine counts them.
+        decoded: places of the requests that decode, among those of the open forward.
         order: of the rows of the open forward; None where it is the engine's.
     """
 
@@ -51,6 +52,7 @@ class Requests(ABC):
         self.held: dict[Hashable, Held] = {}
         self.tokens: Mapping[Hashable, int] = {}
         self.computed: dict[Hashable, int] = {}
+        self.decoded: list[int] = []
         self.order: rows.Order | None = None
 
     @abstractmethod
@@ -79,7 +81,8 @@ class Requests(ABC):
         Args:
             name: of the request.
             pages: that the engine gives it besides.
-            computed: tokens that it has. Fewer than topkv has are what the engine kept of drafts.
+            computed: tokens that it has. Fewer than topkv has are what the engine kept of drafts,
+                of one step or of two.
         """
         self.coordinator.request_add_pages(self.held[name].slot, pages)
         self.computed[name] = computed
@@ -105,7 +108,7 @@ class Requests(ABC):
         lengths = {
             slot: count
             for slot, count in lengths.items()
-            if 0 < self.coordinator.length(slot) - count < self.coordinator.config.max_queries
+            if 0 < self.coordinator.length(slot) - count < 2 * self.coordinator.config.max_queries
         }
         if lengths:
             self.coordinator.rollback([*lengths], [*lengths.values()])
@@ -147,12 +150,13 @@ class Requests(ABC):
         prompts: list[tuple[int, int]] = []
         slots: list[int] = []
         chunks: list[tuple[int, int]] = []
-        row = 0
-        for name in names:
+        row, self.decoded = 0, []
+        for place, name in enumerate(names):
             self._check(name)
             slot, tokens = self.held[name].slot, self.tokens[name]
             if self.decodes(name):
                 decoded.append((row, tokens))
+                self.decoded.append(place)
                 slots.append(slot)
             else:
                 prompts.append((row, tokens))

@@ -50,10 +50,10 @@ def order(
     )
     # Of rows that padding repeats, the first one stands for the token.
     given = np.unique(taken, return_index=True)[1]
-    return Order(_sent(taken, device), _sent(given, device))
+    return Order(sent(taken, device), sent(given, device))
 
 
-def _sent(places: np.ndarray, device: torch.device) -> Tensor:
-    """Send places to a device; from memory that is not pinned the host would wait for it."""
-    made = torch.from_numpy(places)
+def sent(places: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """Send places to a device, int64; from memory that is not pinned the host would wait."""
+    made = torch.from_numpy(np.asarray(places, dtype=np.int64))
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

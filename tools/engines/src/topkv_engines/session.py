@@ -15,6 +15,7 @@ from torch import Tensor
 from topkv import SparseCoordinator
 from topkv.config import LoweredConfig
 from topkv.types import Index
+from topkv_engines.ahead import Ahead
 from topkv_engines.counts import Counts
 from topkv_engines.graphs import CudaRecorder, RecordedCoordinator, Recorder
 from topkv_engines.requests import Requests
@@ -27,21 +28,25 @@ class Session:
     Args:
         row_names: gives the names of the open step's requests in the order of their rows.
         make: makes the requests of a coordinator, whose ``schedule`` reads the engine's steps.
+        ahead: the engine schedules a step before it knows which drafts of the last one it keeps.
 
     Attributes:
         coordinator, requests, counts: once ``allocate`` has made them.
+        ahead: corrects lengths on the device, where the engine is ahead.
     """
 
     coordinator: RecordedCoordinator
     requests: Requests | None = None
     counts: Counts | None = None
+    ahead: Ahead | None = None
 
     def __init__(
         self,
         row_names: Callable[[], Sequence[Hashable]],
         make: Callable[[SparseCoordinator], Requests],
+        ahead: bool = False,
     ) -> None:
-        self.row_names, self._make = row_names, make
+        self.row_names, self._make, self._is_ahead = row_names, make, ahead
 
     def allocate(self, config: LoweredConfig) -> None:
         """Make the coordinator.
@@ -52,6 +57,7 @@ class Session:
         self.coordinator = RecordedCoordinator(config)
         self.requests = self._make(self.coordinator)
         self.counts = Counts(self.requests)
+        self.ahead = Ahead(self.coordinator) if self._is_ahead else None
 
     def warm_up(self) -> None:
         """Compile kernels now, see ``topkv_engines.warm``; counts of that are not reported."""
@@ -60,6 +66,8 @@ class Session:
         with torch.inference_mode():
             self.requests.abort()  # padding that a dummy run has left
             warm_up(self.coordinator)
+            if self.ahead is not None:
+                self.ahead.warm_up()
         self.counts.take()
 
     def record(self, sinks: Mapping[int, Tensor | None], recorder: Recorder | None = None) -> None:
@@ -105,7 +113,7 @@ class Session:
         """Return True if the open step has rows of prompts; False outside of a step."""
         return self.requests is not None and self.requests.has_prompts()
 
-    def forward(self, count: int, tokens: int) -> int:
+    def forward(self, count: int, tokens: int, lengths: Tensor | None = None) -> int:
         """Open the forward of a step, and give its rows; 0 of those that attend to nothing.
 
         Outside of a step, in dummy runs and where a graph is recorded, as many tokens of each
@@ -115,12 +123,17 @@ class Session:
         Args:
             count: requests whose rows are there, those of padding included.
             tokens: all rows.
+            lengths: int32 ``[count]`` tokens of each request, with those of the step, on the
+                device; read by sessions that are ahead alone.
         """
         requests = self.requests
         if requests is None:
             return 0
         if requests.tokens:
-            return requests.forward(self.row_names()[:count], count)
+            rows = requests.forward(self.row_names()[:count], count)
+            if self.ahead is not None and lengths is not None:
+                self.ahead.correct(lengths, requests.decoded)
+            return rows
         queries = tokens // count
         if tokens % count or queries not in (1, self.coordinator.config.max_queries):
             return 0
