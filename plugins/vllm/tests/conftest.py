@@ -89,11 +89,15 @@ ON_GPU = {
 
 
 def pytest_generate_tests(metafunc):
-    """Run tests with graphs and without, where there are any."""
+    """Run tests with graphs and without, where there are any, and with steps that are scheduled
+    before it is known which drafts of the last one are kept."""
     if "graphs" in metafunc.fixturenames:
         kinds = [False, True] if DEVICE == "cuda" else [False]
         names = ["graphs" if kind else "eager" for kind in kinds]
         metafunc.parametrize("graphs", kinds, ids=names, scope="session")
+    if "ahead" in metafunc.fixturenames:
+        kinds = [False, True] if DEVICE == "cuda" else [False]
+        metafunc.parametrize("ahead", kinds, ids=["ahead" if kind else "known" for kind in kinds])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,11 +19,11 @@ LENGTHS = (40, 97, 200, 9, 126, 1, 120)
 """Tokens of prompts."""
 
 
-def drafting(method, drafter):
+def drafting(method, drafter, ahead=False):
     """Arguments of an engine that drafts 3 tokens."""
     drafts = {"method": method, "num_speculative_tokens": 3}
     drafts |= {"model": drafter} if drafter else {}
-    return {"speculative_config": drafts, "async_scheduling": False}
+    return {"speculative_config": drafts, "async_scheduling": ahead}
 
 
 @pytest.fixture(scope="session")
@@ -45,17 +45,18 @@ def stock_of(engines, arguments, beside, make_served):
     return make
 
 
-def drafted(served, path, method, drafter, settings=None, **more):
+def drafted(served, path, method, drafter, settings=None, ahead=False, **more):
     """An engine through topkv that drafts."""
     more = {"model": path, "skip_tokenizer_init": True, **more}
-    return served(settings, **more, **drafting(method, drafter))
+    return served(settings, **more, **drafting(method, drafter, ahead))
 
 
-def test_a_draft_model(served, stock_of, target, prompt, monkeypatch):
+def test_a_draft_model(ahead, served, stock_of, target, prompt, monkeypatch):
     """It has blocks of the device, of which there are fewer than host pages: what it would write
     by a page's number would be lost. As it is the model itself, its drafts are kept."""
     blocks = LONGEST // PAGE + 1
-    engine = drafted(served, target, "draft_model", target, num_gpu_blocks_override=blocks)
+    more = {"num_gpu_blocks_override": blocks, "ahead": ahead}
+    engine = drafted(served, target, "draft_model", target, **more)
     counts, prompts = count_drafts(engine, monkeypatch), [prompt(length) for length in LENGTHS]
     for wave in (prompts, prompts[::-1]):
         assert engine.answer(wave, 60) == stock_of(target).answer(wave, 60)
@@ -70,11 +71,12 @@ def test_a_draft_model(served, stock_of, target, prompt, monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_a_drafter_that_reads_hidden_states(
-    method, served, stock_of, target, prompt, monkeypatch, tmp_path
+    method, ahead, served, stock_of, target, prompt, monkeypatch, tmp_path
 ):
     """All prompts come twice, the second time with found pages."""
     drafter = getattr(tiny, method)(tmp_path)
-    engine = drafted(served, target, method, drafter, fresh=True, enable_prefix_caching=True)
+    more = {"fresh": True, "enable_prefix_caching": True, "ahead": ahead}
+    engine = drafted(served, target, method, drafter, **more)
     counts, prompts = count_drafts(engine, monkeypatch), [prompt(length) for length in LENGTHS]
     found, begin = [], engine.session.coordinator.request_begin
     monkeypatch.setattr(
@@ -94,13 +96,16 @@ def test_a_drafter_that_reads_hidden_states(
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU: it was not run there")
 @pytest.mark.parametrize("kind", ["mimo", "glm4_moe"])
-def test_a_layer_of_the_model_that_drafts(kind, served, stock_of, prompt, monkeypatch, tmp_path):
+def test_a_layer_of_the_model_that_drafts(
+    kind, ahead, served, stock_of, prompt, monkeypatch, tmp_path
+):
     """Such a layer (MTP) comes with the model, and its keys stay with vLLM."""
     from vllm.distributed import parallel_state as groups
 
     groups._EP = groups._EP or groups._TP  # see test_mixtures
     path = getattr(tiny, kind)(tmp_path)
-    engine = drafted(served, path, "mtp", None, fresh=True, enable_prefix_caching=True)
+    more = {"fresh": True, "enable_prefix_caching": True, "ahead": ahead}
+    engine = drafted(served, path, "mtp", None, **more)
     counts, prompts = count_drafts(engine, monkeypatch), [prompt(length) for length in LENGTHS]
     for _ in range(2):
         assert engine.answer(prompts, 40) == stock_of(path).answer(prompts, 40)
@@ -131,19 +136,19 @@ def test_a_drafter_beside_windows(kind, served, stock_of, prompt, monkeypatch, t
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 @pytest.mark.parametrize(("tokens", "blocks"), [(4 * LONGEST, 21), (LONGEST, 100)])
 def test_requests_with_a_drafter_come_and_go(
-    method, tokens, blocks, served, stock_of, target, prompt, tmp_path
+    method, tokens, blocks, ahead, served, stock_of, target, prompt, tmp_path
 ):
     """Arrivals, aborts and preemptions by either pool in random order, over found pages."""
     draw, head = random.Random(tokens), prompt(150, 3)
     drafter = target if method == "draft_model" else tiny.eagle(tmp_path)
     more = {"num_gpu_blocks_override": blocks, "enable_prefix_caching": True, "fresh": True}
-    engine = drafted(served, target, method, drafter, {"max_tokens": tokens}, **more)
+    engine = drafted(served, target, method, drafter, {"max_tokens": tokens}, ahead, **more)
     prompts = {
         f"{method}-{n}": [*head[: draw.choice([0, draw.randint(1, 150)])], *prompt(60, n)]
         for n in range(30)
     }
     lengths = {name: draw.randint(1, 100) for name in prompts}
-    aborted = live(engine, prompts, lengths, draw, arrive=0.6, preempt=0.03)
+    aborted = live(engine, prompts, lengths, draw, 0.6, preempt=0 if ahead else 0.03)
     same(engine, stock_of(target), prompts, lengths, aborted)
     assert engine.preempted
     check_nothing_is_held(engine)

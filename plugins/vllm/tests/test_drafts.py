@@ -22,6 +22,11 @@ NGRAM = {
 SEVERAL = {"speculative_config": NGRAM, "async_scheduling": False}
 
 
+def drafting(ahead):
+    """Arguments of an engine that drafts, and schedules steps ahead or not."""
+    return SEVERAL | {"async_scheduling": ahead}
+
+
 def repeating(prompt, tokens, seed, period):
     """A prompt whose parts come again."""
     part = prompt(period, seed)
@@ -52,10 +57,10 @@ PROMPTS = [(40, 7), (CHUNK + 1, 5), (CHUNK + 30, 11), (9, 3), (2 * CHUNK, 40), (
 
 
 @pytest.mark.parametrize("verification", ["joint", "exact"])
-def test_tokens_are_those_of_stock_vllm(verification, served, stock, prompt, monkeypatch):
+def test_tokens_are_those_of_stock_vllm(verification, ahead, served, stock, prompt, monkeypatch):
     """Prompts come in parts beside rows that verify drafts."""
     prompts = [repeating(prompt, n, seed, period) for seed, (n, period) in enumerate(PROMPTS)]
-    engine = served({"verification": verification}, **SEVERAL)
+    engine = served({"verification": verification}, **drafting(ahead))
     counts = count_drafts(engine, monkeypatch)
     assert engine.answer(prompts, 60) == stock.answer(prompts, 60)
     assert 0 < counts["rejected"] < counts["drafts"]
@@ -63,18 +68,18 @@ def test_tokens_are_those_of_stock_vllm(verification, served, stock, prompt, mon
     engine.check_nothing_is_held()
 
 
-def test_exact_verification_has_the_tokens_without_drafts(served, prompt, monkeypatch):
+def test_exact_verification_has_the_tokens_without_drafts(ahead, served, prompt, monkeypatch):
     """Selections are far below the context."""
     prompts = [repeating(prompt, n, seed, period) for seed, (n, period) in enumerate(PROMPTS)]
     small = {"budget": 64, "unit": 8, "verification": "exact"}
-    engine = served(small, **SEVERAL)
+    engine = served(small, **drafting(ahead))
     counts = count_drafts(engine, monkeypatch)
     plain = served({"budget": 64, "unit": 8})
     assert engine.answer(prompts, 60) == plain.answer(prompts, 60)
     assert 0 < counts["rejected"] < counts["drafts"]
 
 
-def test_requests_with_drafts_come_and_go(served, stock, prompt):
+def test_requests_with_drafts_come_and_go(ahead, served, stock, prompt):
     """Arrivals, aborts and preemptions in random order, over found pages."""
     draw = random.Random(7)
     shared = repeating(prompt, 150, 1, 13)
@@ -83,14 +88,12 @@ def test_requests_with_drafts_come_and_go(served, stock, prompt):
         for n in range(30)
     }
     tokens = {name: draw.randint(1, 60) for name in prompts}
-    engine = served(num_gpu_blocks_override=17, enable_prefix_caching=True, **SEVERAL)
-    aborted = live(engine, prompts, tokens, draw, preempt=0.03)
+    more = {"num_gpu_blocks_override": 17, "enable_prefix_caching": True}
+    engine = served(**more, **drafting(ahead))
+    aborted = live(engine, prompts, tokens, draw, preempt=0 if ahead else 0.03)
     same(engine, stock, prompts, tokens, aborted)
     assert engine.preempted
 
 
-def test_drafts_turn_asynchronous_scheduling_off():
-    arguments = engine_args({"algorithm": "quest"}, speculative_config=NGRAM)
-    assert arguments["async_scheduling"] is False
-    stated = engine_args({}, speculative_config=NGRAM, async_scheduling=True)
-    assert stated["async_scheduling"] is True, "and is refused"
+def test_drafts_leave_scheduling_to_vllm():
+    assert "async_scheduling" not in engine_args({}, speculative_config=NGRAM)

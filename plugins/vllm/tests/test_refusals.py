@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from plugins.vllm.tests import tiny
+from topkv import SparseConfig
 from topkv.errors import CapabilityError, ConfigError, RequestError
 from topkv_testing.integrity import check_integrity
 from topkv_vllm import engine_args
-from topkv_vllm.refusals import check
+from topkv_vllm.geometry import lowered_for, shape_of_config
+from topkv_vllm.refusals import algorithm_reasons, check
 
 
 def refused(served, *reasons, error=CapabilityError, settings=None, **arguments):
@@ -113,21 +115,18 @@ def configured(model, **arguments):
 
 
 def test_drafts_of_other_methods_are_refused(model, version):
-    """Drafts are refused of other methods, too many of them, and beside steps that begin before it
-    is known what the one before has rejected."""
+    """Drafts are refused of other methods, and too many of them."""
     drafts = {"num_speculative_tokens": 3, "parallel_drafting": False}
     config = configured(model)
     config.speculative_config = SimpleNamespace(
         method="medusa", **drafts | {"parallel_drafting": True}
     )
-    config.scheduler_config.async_scheduling = True
     config.additional_config["topkv"] |= {"max_queries": 2}
     with pytest.raises(CapabilityError) as caught:
         check(config, version)
     reported = "\n".join(caught.value.reasons)
     assert "method 'medusa'; say one of ngram, draft_model, eagle, eagle3, mtp" in reported
     assert "drafts in parallel, which were not run yet" in reported
-    assert "beside asynchronous scheduling; say async_scheduling=False" in reported
     assert "max_queries is one more than num_speculative_tokens of vLLM" in reported
     config = configured(model)
     config.speculative_config = SimpleNamespace(
@@ -136,6 +135,23 @@ def test_drafts_of_other_methods_are_refused(model, version):
     config.scheduler_config.async_scheduling = False
     with pytest.raises(ConfigError, match="max_queries"):
         check(config, version)
+
+
+def test_drafts_beside_asynchronous_scheduling_are_refused_where_the_host_counts(model, version):
+    """Some algorithms follow on the host which tokens are decoded."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    config = configured(model, speculative_config=drafts, block_size=32)
+    chosen = {"backend": "triton_attention", "budget": 64, "verification": "exact"}
+    chosen["dense_layers"] = []
+    for algorithm, unit in {"clusterkv": 1, "quest": 16}.items():
+        settings = SparseConfig(algorithm=algorithm, unit=unit, **chosen)
+        lowered = lowered_for(config, settings, shape_of_config(config))
+        for scheduled in (False, True):
+            config.scheduler_config.async_scheduling = scheduled
+            found = [each for each in algorithm_reasons(config, lowered) if "beside" in each]
+            assert len(found) == (scheduled and algorithm == "clusterkv")
+            assert all("clusterkv follows on the host which" in each for each in found)
+            assert all(each.endswith("say async_scheduling=False") for each in found)
 
 
 def test_other_layers_that_draft_are_refused(needs_vllm, version, tmp_path):

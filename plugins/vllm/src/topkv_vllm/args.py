@@ -58,7 +58,6 @@ def engine_args(
 
     Settings that both have get vLLM's name: ``max_requests`` becomes ``max_num_seqs``,
     ``page_tokens`` becomes ``block_size`` and ``max_request_tokens`` becomes ``max_model_len``.
-    Beside a ``speculative_config`` asynchronous scheduling is off unless it is stated.
 
     Args:
         config: whatever ``SparseConfig.load`` takes; None for the defaults. ``max_tokens`` is what
@@ -86,8 +85,6 @@ def engine_args(
             value = None if argument in arguments else DEFAULTS[name]
         if value is not None:
             ours[argument] = value
-    if arguments.get("speculative_config"):
-        arguments.setdefault("async_scheduling", False)
     if device == "cuda" and not arguments.get("enforce_eager"):
         most = int(ours.get("max_num_seqs") or arguments["max_num_seqs"])
         drafts = int((arguments.get("speculative_config") or {}).get("num_speculative_tokens", 0))

@@ -66,8 +66,9 @@ class TopkvMetadataBuilder(AttentionMetadataBuilder[TopkvMetadata]):
         fast_build: bool = False,
     ) -> TopkvMetadata:
         """See ``AttentionMetadataBuilder``."""
-        count, tokens = common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens
-        return TopkvMetadata(self.session.forward(count, tokens))
+        step = common_attn_metadata
+        rows = self.session.forward(step.num_reqs, step.num_actual_tokens, step.seq_lens)
+        return TopkvMetadata(rows)
 
 
 class TopkvImpl(AttentionImpl[TopkvMetadata]):

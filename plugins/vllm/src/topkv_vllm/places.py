@@ -50,8 +50,8 @@ PLACES = (
     Place(
         _BACKEND,
         "CommonAttentionMetadata",
-        "says how many rows there are",
-        fields=("num_reqs", "num_actual_tokens"),
+        "says how many rows there are, and how long requests",
+        fields=("num_reqs", "num_actual_tokens", "seq_lens"),
     ),
     Place(_BACKEND, "AttentionImpl.__init__", "has what a layer asks for", _LAYER),
     Place(

@@ -10,6 +10,7 @@ from topkv.assembly.assembly import make_plugins
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
+from topkv_engines.ahead import reasons_against
 from topkv_engines.places import moved
 from topkv_engines.ranks import rank_reasons
 from topkv_vllm import places
@@ -64,12 +65,19 @@ def check(vllm_config: Any, version: str) -> LoweredConfig:
         raise CapabilityError(REFUSED, reasons)
     try:
         lowered = lowered_for(vllm_config, settings, shape_of_config(vllm_config))
-        reasons += _algorithm_reasons(vllm_config, lowered)
+        reasons += algorithm_reasons(vllm_config, lowered)
     except ReasonsError as error:
         raise type(error)(REFUSED, [*error.reasons, *split_reasons(vllm_config)]) from error
     if reasons:
         raise CapabilityError(REFUSED, reasons)
     return lowered
+
+
+def is_ahead(vllm_config: Any) -> bool:
+    """Return True if a step is scheduled before it is known which drafts of the last one are
+    kept."""
+    scheduler = vllm_config.scheduler_config
+    return bool(scheduler.async_scheduling and vllm_config.speculative_config)
 
 
 def settings_of(vllm_config: Any) -> tuple[SparseConfig, list[str]]:
@@ -203,10 +211,6 @@ def _draft_reasons(config: Any) -> list[str]:
         "MTP on a GPU, where it was not run yet": layers and device == "cuda",
         "several MTP layers": layers and drafts.use_multi_module_mtp(),
         "MTP layers that read keys of the model's": layers and drafts.use_gemma4_mtp(),
-        # The scheduler does not know yet what was rejected when it begins the next step.
-        "speculative decoding beside asynchronous scheduling; say async_scheduling=False": (
-            config.scheduler_config.async_scheduling
-        ),
     }
     return [f"not supported: {what}" for what, is_so in refused.items() if is_so]
 
@@ -238,12 +242,17 @@ def _graphs(compiled: Any) -> str:
     return getattr(compiled.cudagraph_mode, "name", "NONE")
 
 
-def _algorithm_reasons(vllm_config: Any, lowered: LoweredConfig) -> list[str]:
+def algorithm_reasons(vllm_config: Any, lowered: LoweredConfig) -> list[str]:
     """Algorithms that could run out of room in the middle of a step, or share no prefixes."""
     plugins = make_plugins(registry(), lowered)
     limit, longest = plugins.least("generated"), vllm_config.model_config.max_model_len
     ranks, heads = vllm_config.parallel_config.tensor_parallel_size, kv_heads(vllm_config)
     reasons = rank_reasons(ranks, heads, lowered, plugins.specs)
+    if is_ahead(vllm_config):
+        reasons += [
+            f"drafts beside asynchronous scheduling: {why}; say async_scheduling=False"
+            for why in reasons_against(lowered, plugins)
+        ]
     if limit < longest:
         reasons.append(
             f"an algorithm has room for {limit} tokens after a prompt, and a request may generate "

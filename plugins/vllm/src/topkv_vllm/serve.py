@@ -23,9 +23,6 @@ READ = (*OWNED.values(), "attention_backend", "worker_cls", "kv_transfer_config"
 OBJECTS = ("additional_config", "compilation_config", "speculative_config")
 """Options of vLLM that are JSON objects."""
 
-FLAGS = ("async_scheduling",)
-"""Options of vLLM without a value, which ``--no-`` turns off."""
-
 
 class Pair(click.ParamType):
     """``KEY=VALUE``, the value as JSON or else as text."""
@@ -57,9 +54,6 @@ def command_line(model: str, config: Mapping[str, Any], more: Sequence[str]) -> 
     lines = []
     for name, value in engine_args(config, **given).items():
         option = name.replace("_", "-")
-        if isinstance(value, bool):
-            lines.append(f"--{option}" if value else f"--no-{option}")
-            continue
         text = json.dumps(value) if isinstance(value, dict) else str(value)
         lines += [f"--{option}", text]
     return [sys.executable, "-m", SERVER, "--model", model, *lines, *others]
@@ -73,9 +67,6 @@ def _given(more: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for text in rest:
         option, sign, value = text.partition("=")
         name = option.removeprefix("--").replace("-", "_")
-        if option.startswith("--") and name.removeprefix("no_") in FLAGS:
-            given[name.removeprefix("no_")] = not name.startswith("no_")
-            continue
         if not option.startswith("--") or name not in (*READ, *OBJECTS):
             others.append(text)
             continue

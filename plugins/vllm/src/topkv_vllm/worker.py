@@ -31,7 +31,7 @@ from topkv_vllm.metrics import with_counts
 from topkv_vllm.mixture import Mixture
 from topkv_vllm.placeholders import Placeholders
 from topkv_vllm.ranks import host_file
-from topkv_vllm.refusals import check
+from topkv_vllm.refusals import check, is_ahead
 from topkv_vllm.requests import ScheduledRequests
 
 
@@ -54,8 +54,10 @@ class TopkvWorker(Worker):
         vllm_config = copy(vllm_config)
         vllm_config.kv_transfer_config = None
         super().__init__(vllm_config, *more, **others)
-        self.group = 0
-        self.session = Session(self._row_names, lambda made: ScheduledRequests(made, self.group))
+        self.group, ahead = 0, is_ahead(vllm_config)
+        self.session = Session(
+            self._row_names, lambda made: ScheduledRequests(made, self.group), ahead
+        )
 
     def _row_names(self) -> Sequence[str]:
         """Request ids of the open step in the order of their rows."""
