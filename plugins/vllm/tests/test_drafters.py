@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from plugins.vllm.tests import tiny
 from plugins.vllm.tests.lives import live, same
@@ -94,12 +93,13 @@ def test_a_drafter_that_reads_hidden_states(
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU: it was not run there")
 @pytest.mark.parametrize("kind", ["mimo", "glm4_moe"])
 def test_a_layer_of_the_model_that_drafts(
-    kind, ahead, served, stock_of, prompt, monkeypatch, tmp_path
+    kind, graphs, ahead, served, stock_of, prompt, monkeypatch, tmp_path
 ):
     """Such a layer (MTP) comes with the model, and its keys stay with vLLM."""
+    if graphs and kind == "glm4_moe":
+        pytest.skip("tokens of stock vLLM 0.33 with graphs differ from run to run")
     from vllm.distributed import parallel_state as groups
 
     groups._EP = groups._EP or groups._TP  # see test_mixtures

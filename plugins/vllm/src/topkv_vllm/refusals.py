@@ -199,7 +199,7 @@ def _latent_reasons(config: Any) -> list[str]:
 
 def _draft_reasons(config: Any) -> list[str]:
     """Reasons against drafts: of other methods, or whose number is not known."""
-    drafts, device = config.speculative_config, config.device_config.device_type
+    drafts = config.speculative_config
     if drafts is None:
         return []
     layers = drafts.method == "mtp"
@@ -208,7 +208,6 @@ def _draft_reasons(config: Any) -> list[str]:
             drafts.method not in DRAFTED
         ),
         "drafts in parallel, which were not run yet": getattr(drafts, "parallel_drafting", False),
-        "MTP on a GPU, where it was not run yet": layers and device == "cuda",
         "several MTP layers": layers and drafts.use_multi_module_mtp(),
         "MTP layers that read keys of the model's": layers and drafts.use_gemma4_mtp(),
     }
