@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # examples/minimal is what `topkv new` writes; its test installs it where nothing else is.
 PROJECTS := $(wildcard plugins/*/pyproject.toml tools/*/pyproject.toml) examples/arkvale/pyproject.toml
+NAMES = $(shell sed -n 's/^name = "\(.*\)"/\1/p' $(PROJECTS))
 # Modules are compiled when they are imported first, which most of torch's never are, and kept for the
 # hundreds of processes that tests start, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
@@ -31,10 +32,13 @@ $(PYTHON) -m venv $(VENV)
 $(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 endef
 
+# First the packages, by one build backend for all, then what they need.
 $(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
 	$(WITH_TORCH)
-	$(PIP) -e 'core[cli,testing,triton]' $(patsubst %/pyproject.toml,-e %,$(PROJECTS)) \
-	    accelerate gguf hatchling matplotlib pytest pytest-timeout pytest-xdist ruff mypy $(STORES)
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation --no-deps -e core $(patsubst %/pyproject.toml,-e %,$(PROJECTS))
+	$(PIP) 'topkv[cli,testing,triton]' $(NAMES) \
+	    accelerate gguf matplotlib pytest pytest-timeout pytest-xdist ruff mypy $(STORES)
 	touch $@
 
 test: $(VENV)/.installed
