@@ -1,6 +1,6 @@
 """Time of a long prompt in chunks: all layers resident, and history on the host.
 
-    python benchmarks/prefill.py --out benchmarks/results/prefill.jsonl
+    python benchmarks/prefill.py --out prefill.jsonl
 
 A prompt of 128K tokens runs through ``--layers`` layers of the sizes of Llama-3.1-8B: products of
 random bfloat16 weights, which all layers share, around the attention of a coordinator (Quest, no

@@ -41,7 +41,7 @@ LIBRARIES = {
 VLLM = r"(?<!of )vLLM ([\d.]+\d)"
 """Pattern of the version of vLLM itself, not of libraries that come with it."""
 
-LOGS = ("gpu_tests.log.xz", "gpu_cells.log.xz", "vllm_gpu.log")
+LOGS = ("gpu_tests.log.xz", "gpu_cells.log.xz", "vllm_gpu.log.xz")
 
 
 def lines() -> Iterator[str]:

@@ -128,7 +128,7 @@ def generate() -> Any:
 def prompts() -> Any:
     """Time of a prompt beside resident layers, and first tokens with and without its pages."""
     figure, (time, first) = new(2, 3.3)
-    rows = read("prefill.jsonl")
+    rows = read("prefill.jsonl.xz")
     chunks = sorted({row["chunk"] for row in rows})
     names = {"in time": "fetched when attended", "ahead": "ahead", "ahead fp8": "ahead, fp8"}
     for offset, (colour, name) in enumerate(zip(COLOURS, names, strict=False)):
