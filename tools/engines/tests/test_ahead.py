@@ -15,7 +15,7 @@ from topkv import SparseCoordinator
 from topkv.assembly.assembly import make_plugins
 from topkv.kv.step import StepUploader
 from topkv.plugins import registry
-from topkv_engines import ahead, lengths_kernels
+from topkv_engines import ahead, lengths, lengths_kernels
 from topkv_engines.rows import sent
 from topkv_testing.integrity import check_integrity
 
@@ -148,9 +148,9 @@ def uploaders(draw, device, batch, queries, single):
     known = np.array([draw.randint(queries, 200) for _ in slots], dtype=np.int32)
     lost = np.array([draw.randrange(queries) for _ in slots], dtype=np.int32)
     made = []
-    for lengths in (known + lost, known):
+    for each in (known + lost, known):
         uploader = StepUploader(GROUPS, 40, (40, 4), torch.device(device), single)
-        counted = np.stack([lengths, np.full_like(lengths, 300), np.ones_like(lengths)])
+        counted = np.stack([each, np.full_like(each, 300), np.ones_like(each)])
         appended[slots < 0] = 0
         uploader.upload(slots, counted * (slots >= 0), appended, queries)
         made.append(uploader)
@@ -170,7 +170,7 @@ def test_an_upload_is_that_of_the_right_lengths(device, impl):
             groups = torch.tensor(GROUPS, dtype=torch.int32, device=device)
             lengths_kernels.launch(found, queries, known, groups)
         else:
-            lengths_kernels.correct(found, queries, known)
+            lengths.correct(found, queries, known)
         blocks = 1 + queries * (queries > 1 and single > 0)
         assert torch.equal(found.packed[:blocks], expected.packed[:blocks])
 

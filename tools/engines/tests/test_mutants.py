@@ -16,7 +16,7 @@ from tools.engines.tests import test_graphs as graphs
 from tools.engines.tests import test_memory as buffers
 from tools.engines.tests import test_padding as tests
 from tools.engines.tests import test_settling as settling
-from topkv_engines import lengths_kernels, memory, rows
+from topkv_engines import lengths, memory, rows
 from topkv_engines.ahead import Ahead, reasons_against
 from topkv_engines.counts import Counts
 from topkv_engines.graphs import LayerRows, RecordedCoordinator
@@ -185,27 +185,27 @@ MUTANTS = {
         *(ahead.test_outputs_are_those_of_an_engine_that_knows, *JOINT),
     ),
     "lengths are corrected once and not in later steps": (
-        *(lengths_kernels.correct, "length.copy_(", "length.add(0).copy_("),
+        *(lengths.correct, "length.copy_(", "length.add(0).copy_("),
         *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
     ),
     "limits stay those of the counted lengths": (
-        *(lengths_kernels.correct, "block[row].copy_(", "block[row].add(0).copy_("),
+        *(lengths.correct, "block[row].copy_(", "block[row].add(0).copy_("),
         *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
     ),
     "rows of single queries keep their lengths": (
-        *(lengths_kernels.correct, "1 + (queries > 1 and len(uploader.singles))", "1"),
+        *(lengths.correct, "1 + (queries > 1 and len(uploader.singles))", "1"),
         *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
     ),
     "rows of padding get lengths": (
-        *(lengths_kernels.correct, "(length - lost).where(live, length)", "length - lost"),
+        *(lengths.correct, "(length - lost).where(live, length)", "length - lost"),
         *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
     ),
     "the newest token of a single query cannot be selected": (
-        *(lengths_kernels.correct, "(number > 0 or queries == 1)", "queries == 1"),
+        *(lengths.correct, "(number > 0 or queries == 1)", "queries == 1"),
         *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
     ),
     "the newest token of several queries can be selected": (
-        *(lengths_kernels.correct, "(number > 0 or queries == 1)", "True"),
+        *(lengths.correct, "(number > 0 or queries == 1)", "True"),
         *(ahead.test_an_upload_is_that_of_the_right_lengths, *REFERENCE),
     ),
     "rows that decode have the lengths of those in front": (

@@ -20,7 +20,7 @@ from topkv.assembly.stages import Staged
 from topkv.config import LoweredConfig
 from topkv.plugins.contract import has_hook
 from topkv.types import newest_units
-from topkv_engines import lengths_kernels
+from topkv_engines.lengths import LENGTHS, correct
 from topkv_engines.rows import sent
 
 
@@ -39,7 +39,7 @@ class Ahead:
 
     def warm_up(self) -> None:
         """Compile what ``correct`` launches: correct a row by nothing."""
-        self._correct(self._uploader.packed[0, lengths_kernels.LENGTHS, :1].clone(), 1)
+        self._correct(self._uploader.packed[0, LENGTHS, :1].clone(), 1)
 
     def correct(self, lengths: Tensor, decoded: Sequence[int]) -> None:
         """Correct the decode rows of the open forward, in stream order. Hot; outside graphs.
@@ -59,9 +59,11 @@ class Ahead:
 
     def _correct(self, known: Tensor, queries: int) -> None:
         if self._coordinator.config.impl == "triton":
-            lengths_kernels.launch(self._uploader, queries, known, self._groups)
+            from topkv_engines.lengths_kernels import launch
+
+            launch(self._uploader, queries, known, self._groups)
         else:
-            lengths_kernels.correct(self._uploader, queries, known)
+            correct(self._uploader, queries, known)
 
 
 def reasons_against(config: LoweredConfig, plugins: Plugins) -> list[str]:
