@@ -72,9 +72,9 @@ def test_a_step_with_a_prompt_of_one_token_is_not_replayed(served, prompt, monke
     manager = SimpleNamespace(dispatch=lambda reqs, tokens, uniform: uniform)
     gpu_worker._guard(manager, session)
 
-    def watched(count, tokens):
+    def watched(count, tokens, lengths):
         asked.append(manager.dispatch(count, tokens, 1))
-        return forward(count, tokens)
+        return forward(count, tokens, lengths)
 
     monkeypatch.setattr(session, "forward", watched)
     engine.add("beside", prompt(50), 4)
