@@ -8,6 +8,10 @@ occupied slot is compared with what the host pool must hold. Entries of 656 and 
 single tokens (top-k 2048, buffer 4096, one lane a request); 8 KiB are units of 16 tokens of one
 kv-head (128 units, buffer 256, eight lanes a request). With ``--host-format fp8`` the latter are
 coded on the host, 4384 bytes that the load decodes; ``gbs`` counts the bytes of the host.
+
+A GPU keeps translations of few addresses, so entries that lie far apart come slowly from a large
+pool: ``--tokens 131072 --layers 8`` makes one, of which the first layer is loaded. Its pages are
+shuffled, as those of requests that come and go; ``--in-order`` leaves them as they are.
 """
 
 from __future__ import annotations
@@ -96,14 +100,14 @@ class Cell:
     """One group of one layer, every lane's pages filled with words that name their place, or with
     random codes."""
 
-    def __init__(self, entry_bytes: int, requests: int, host_format: str = "model") -> None:
-        tokens = entry_bytes != 8192
+    def __init__(self, entry_bytes: int, requests: int, options: argparse.Namespace) -> None:
+        host_format, tokens = options.host_format, entry_bytes != 8192
         heads, unit = (1, 1) if tokens else (8, 16)
-        width, units = (2048, 16384) if tokens else (128, 1024)
+        width, units = 2048 // unit, options.tokens // unit
         dim = entry_bytes // (2 * unit) // (1 if tokens else 2)
         page = 64 if tokens else 256
         plain = GroupShape(
-            layers=(0,),
+            layers=(*range(options.layers),),
             unit=unit,
             lane_heads=heads,
             heads_per_lane=1,
@@ -127,7 +131,8 @@ class Cell:
             codes.random_(0, 256)
             words.random_(0, 256)
             exponents.random_(120, 130)
-        table = 1 + torch.randperm(requests * pages).view(requests, pages)
+        order = torch.arange if options.in_order else torch.randperm
+        table = 1 + order(requests * pages).view(requests, pages)
         fixed = (
             torch.arange(requests),
             torch.full((requests,), units * unit),
@@ -278,6 +283,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--entries", type=int, nargs="+", default=[656, 1152, 8192])
     parser.add_argument("--host-format", choices=["model", CODED], default="model")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a request")
+    parser.add_argument("--layers", type=int, default=1, help="that share the pool")
+    parser.add_argument("--in-order", action="store_true", help="pages of a request are adjacent")
     options = parser.parse_args()
     rows: list[dict[str, object]] = [
         {"what": "ceiling", "device": torch.cuda.get_device_name(), **link_ceiling()}
@@ -286,7 +294,7 @@ def main() -> None:
     coded = options.host_format != "model"
     for entry in [8192] if coded else options.entries:
         for requests in options.requests:
-            cell = Cell(entry, requests, options.host_format)
+            cell = Cell(entry, requests, options)
             for place, miss in enumerate(MISSES):
                 result = cell.measure(miss)
                 known, size = PROTOTYPE.get((entry, requests)), cell.group.host_entry_bytes

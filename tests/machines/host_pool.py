@@ -185,6 +185,7 @@ class HostKVPoolMachine(HostPoolMachine):
         for index, (group, entries) in enumerate(zip(self.groups, self._entries(), strict=True)):
             shape = (self.total + 1, len(group.layers), group.lane_heads, group.units_per_page)
             assert entries.shape == (*shape, *group.entry_shape)
+            assert all(of_layer.is_contiguous() for of_layer in entries.unbind(1))
             for page, mark in self.marks.items():
                 assert (entries[page] == mark + 0.125 * index).all(), f"page {page} changed"
 

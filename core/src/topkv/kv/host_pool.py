@@ -96,7 +96,7 @@ class HostKVPool(PageAllocator):
     """All pages of all groups that keep their entries in host memory: ``bytes``, one uint8 tensor.
 
     Args:
-        groups: the groups, in the order of their blobs within a page.
+        groups: the groups, in the order in which they stand in the pool.
         num_pages: pages, page 0 included.
         device: the device that attends; a GPU gets mapped, registered memory, ``meta`` none.
         file: descriptor of a file that holds the pool; None for memory of this process alone.

@@ -15,7 +15,7 @@ from attrs import frozen
 from topkv.types import GroupShape
 
 ALIGNMENT = 256
-"""Groups start on multiples of this many bytes within a page."""
+"""Groups start on multiples of this many bytes."""
 
 
 @frozen
@@ -40,8 +40,11 @@ def _strides(group: GroupShape) -> tuple[int, int, int]:
 
 
 def lay_out(groups: Sequence[GroupShape], num_pages: int) -> tuple[list[GroupLayout], int]:
-    """Strides of each group and the size of the whole pool: ``[page, layer, head, unit]`` from the
-    outside in, all groups of a page adjacent.
+    """Strides of each group and the size of a pool that they share: ``[layer, page, head, unit]``
+    from the outside in, one group behind the other.
+
+    The pages of a layer are adjacent because a load reads of one layer: a GPU keeps translations
+    of few addresses, and of rows that lie apart in a large pool it reads less than half as many.
 
     Args:
         groups: the groups that share the pool.
@@ -50,18 +53,9 @@ def lay_out(groups: Sequence[GroupShape], num_pages: int) -> tuple[list[GroupLay
     Returns:
         One ``GroupLayout`` per group and the bytes of the pool, exactly.
     """
-    spans = [_align(len(group.layers) * _strides(group)[0]) for group in groups]
-    page, bases = sum(spans), (sum(spans[:place]) for place in range(len(spans)))
-    layouts = [
-        GroupLayout(base, page, *_strides(group))
-        for base, group in zip(bases, groups, strict=True)
-    ]
-    return layouts, page * num_pages
-
-
-def by_layer(group: GroupShape, num_pages: int) -> tuple[GroupLayout, int]:
-    """As ``lay_out`` for a group of its own: ``[layer, page, head, unit]``, whose layers have each
-    their pages adjacent."""
-    page, head, unit = _strides(group)
-    layout = GroupLayout(0, page, num_pages * page, head, unit)
-    return layout, _align(len(group.layers) * num_pages * page)
+    layouts, size = [], 0
+    for group in groups:
+        page, head, unit = _strides(group)
+        layouts.append(GroupLayout(size, page, num_pages * page, head, unit))
+        size += _align(len(group.layers) * num_pages * page)
+    return layouts, size

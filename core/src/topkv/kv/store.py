@@ -11,7 +11,7 @@ from torch import Tensor
 from topkv.hooks.host_format import HostFormat
 from topkv.kv.host_format import PLAIN
 from topkv.kv.host_pool import POISON, entry_view
-from topkv.kv.layout import GroupLayout, by_layer
+from topkv.kv.layout import GroupLayout, lay_out
 from topkv.types import GroupShape
 
 UNSELECTED = 2**31 - 1
@@ -103,7 +103,7 @@ class GroupStore:
     @classmethod
     def on_device(cls, group: GroupShape, num_pages: int, device: torch.device) -> GroupStore:
         """Make the store of a group whose pages are on the device: resident layers, by page."""
-        layout, size = by_layer(group, num_pages)
+        (layout,), size = lay_out([group], num_pages)
         pool = torch.zeros(size, dtype=torch.uint8, device=device)
         return cls.on_host(group, layout, pool, num_pages, device)
 

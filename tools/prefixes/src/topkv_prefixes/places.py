@@ -92,8 +92,13 @@ class PagePlaces:
     def __init__(self, manager: SparseKVCacheManager) -> None:
         host, self._device = manager.host, manager.device
         self.pool: np.ndarray = host.bytes.numpy()
-        # All groups of a page are adjacent there.
-        self._in_pool = host.layouts[0].page_stride if host.layouts else 0
+        on_host = [group for group in manager.groups if group.residency != "resident"]
+        # First page, and bytes of a page, of each layer there.
+        self._layers = [
+            (layout.base + layer * layout.layer_stride, layout.page_stride)
+            for group, layout in zip(on_host, host.layouts, strict=True)
+            for layer in range(len(group.layers))
+        ]
         # With the pages in front.
         self._others = [
             store.entries for store in manager.stores if store.group.residency == "resident"
@@ -106,7 +111,7 @@ class PagePlaces:
         self._others = [tensor for tensor in self._others if tensor[0].numel()]
         self._sizes = [tensor[0].nbytes for tensor in self._others]
         self.staged_bytes = sum(self._sizes)
-        self.object_bytes: int = HEADER + self._in_pool + self.staged_bytes
+        self.object_bytes: int = HEADER + sum(size for _, size in self._layers) + self.staged_bytes
 
     def rows(self, count: int, pinned: bool = False) -> Tensor:
         """Make memory for headers and staged parts, uint8 ``[count, HEADER + staged_bytes]``.
@@ -120,9 +125,11 @@ class PagePlaces:
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def place(self, page: int, row: np.ndarray) -> list[np.ndarray]:
-        """Return all parts of a page: its header in a row, the host pool, the rest of the row."""
-        first = page * self._in_pool
-        parts = [row[:HEADER], self.pool[first : first + self._in_pool], row[HEADER:]]
+        """Return all parts of a page: its header in a row, the layers of the host pool one by one,
+        the rest of the row."""
+        starts = [(first + page * size, size) for first, size in self._layers]
+        inside = [self.pool[start : start + size] for start, size in starts]
+        parts = [row[:HEADER], *inside, row[HEADER:]]
         return [part for part in parts if len(part)]
 
     def stage(self, pages: Sequence[int], rows: Tensor) -> None:
