@@ -27,6 +27,7 @@ from tests.docs_blocks import (
     fixed_parts,
     table_under,
 )
+from tests.test_template import PROFILE
 from topkv.config import SparseConfig
 from topkv.entries import TRAITS
 from topkv.plugins.contract import spec_functions
@@ -152,9 +153,11 @@ def test_the_blocks_of_a_page_run(page, built):
 def test_the_plugin_of_a_page_passes_the_kit(page, built):
     folder, path = built(page)
     tests = [name for name in files_of(page) if name.rpartition("/")[2].startswith("test_")]
-    # Hypothesis' own profile, which draws the same everywhere.
     options = ["-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", "-k", KITS[page]]
-    printed = python(["-m", "pytest", *options, *tests], folder, path)
+    if settings.get_current_profile_name() != "nightly":
+        (folder / "few.py").write_text(PROFILE)
+        options[3:4] = ["-p", "few"]
+    printed = python(["-m", "pytest", *options, *tests], folder, [*path, folder])
     assert int(re.search(r"(\d+) passed", printed)[1]) >= 15, printed
 
 

@@ -105,7 +105,7 @@ def cells():
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "tier_name"), cells())
 def test_a_mutant_is_caught_and_its_twin_passes(mutant, tier_name, record_property):

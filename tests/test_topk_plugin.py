@@ -130,6 +130,7 @@ def one_of_each():
     return [pytest.param(cell, id=name) for name, cell in found.items()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", one_of_each())
 def test_every_algorithm_selects_by_it(cell, registry, monkeypatch):

@@ -3,6 +3,7 @@
 # its own: a folder, build/vllm by default. Needs Python 3.11 or newer; takes minutes and 3.5 GB once.
 #   plugins/vllm/test.sh [pytest arguments]
 #   VLLM_VENV=FOLDER PYTHON=python3.11 TORCH_INDEX=URL plugins/vllm/test.sh -k preemption
+#   plugins/vllm/test.sh environment, which is made and nothing runs
 #   VLLM=0.31.0 plugins/vllm/test.sh, another version beside the first one, with what that has brought
 # TORCH_INDEX: a further package index, of CPU builds of torch, https://download.pytorch.org/whl/cpu say.
 set -euo pipefail
@@ -24,6 +25,7 @@ if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.to
     "${pip[@]}" install --no-deps --no-build-isolation "${folders[@]/#/-e./}"
     touch "$done"
 fi
+[ "${1:-}" != environment ] || exit 0
 if [ -n "${VLLM:-}" ]; then
     other=$(cd "$venv" && pwd)/vllm-$VLLM
     if [ ! -e "$other" ]; then

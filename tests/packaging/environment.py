@@ -57,6 +57,7 @@ class Environment:
         self._base.mkdir()
         (self.site / "base.pth").write_text(f"{self._base}\n")
         self._linked: set[tuple[str, str]] = set()
+        self._installed: set[Path] = set()
 
     def add(self, requirements: Iterable[Requirement]) -> None:
         """Link what third-party requirements need, and what that needs in turn.
@@ -89,10 +90,15 @@ class Environment:
         self.add(each for each in inner if _applies(each, [extra]))
 
     def install(self, *wheels: Path) -> None:
-        """Install wheels as they are, over what is there; then every requirement has to be met."""
+        """Install wheels as they are, those that are not there yet; then every requirement has to
+        be met."""
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python)
-        run(*pip, "install", "--quiet", "--force-reinstall", "--no-deps", "--no-index", *wheels)
-        run(*pip, "check")
+        new = [wheel for wheel in wheels if wheel not in self._installed]
+        if new:
+            how = ("--quiet", "--force-reinstall", "--no-deps", "--no-index", "--no-compile")
+            run(*pip, "install", *how, *new)
+            run(*pip, "check")
+        self._installed |= {*new}
 
     def call(self, *args: object, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
         """Exit status and output of its interpreter, which sees nothing of the checkout."""

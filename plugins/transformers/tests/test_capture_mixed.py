@@ -41,7 +41,7 @@ def turn(model, cache, ids, mask, steps):
     return torch.stack(output.logits, 1), output.sequences, grown
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pads", [(0,), (0, 21, 1)], ids=["single", "padded"])
 @pytest.mark.parametrize(
     "tokens",

@@ -99,7 +99,7 @@ class Talk:
         return coordinator.requests.free, used, lengths, self.cache.get_seq_length()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, pytest.param(RuntimeError, marks=pytest.mark.slow)]

@@ -57,7 +57,7 @@ def assert_equal_to_stock(tiny, check, name, **options):
         check.all_free(handle)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name", names_of("dense", "experts", "windows", "sinks", "softcap", "states", "latent")
 )
@@ -108,7 +108,7 @@ def test_classes_of_full_layers_may_slide_in_some(tiny, check, name):
     assert_equal_to_stock(tiny, check, name, **window)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name", names_of("dense", "experts", "windows", "sinks", "states", "latent")
 )

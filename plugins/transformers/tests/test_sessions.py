@@ -53,7 +53,7 @@ def turn(model, cache, ids, mask, steps):
     return output.sequences, mask, torch.stack(output.logits, 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 21])
 @pytest.mark.parametrize("host_format", ["model", "fp8"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

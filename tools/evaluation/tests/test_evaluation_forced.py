@@ -148,6 +148,7 @@ def test_questions_that_are_read_with_their_context(model):
         assert task.decode(stock) == question.answers[0]
 
 
+@pytest.mark.nightly
 def test_logits_of_dense_are_made_where_its_row_is_there_already(model):
     task = tasks.retrieval_task(768, questions=4, per_context=2, seed=3)
     _, whole = measure(model, task, ("streaming_llm", 0.1))

@@ -254,6 +254,7 @@ def test_algorithms_for_keys_of_heads_are_refused(folder):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.nightly
 def test_the_trained_indexer_finds_the_facts():
     what = ("--model", DSA_CHECKPOINT, "--contexts", 1024, "--questions", 4)
     result = call(*what, "--algorithms", "deepseek_dsa,clusterkv")

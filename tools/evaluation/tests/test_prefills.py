@@ -72,9 +72,7 @@ def measured(rows):
 @pytest.mark.parametrize(
     "choices",
     [
-        pytest.param(
-            "pqcache,rocketkv,quest:share=FSS,unit=32,stages=top_p", marks=[pytest.mark.slow]
-        ),
+        pytest.param("rocketkv,quest:share=FSS,unit=32,stages=top_p", marks=[pytest.mark.slow]),
         pytest.param(CHOICES, marks=[pytest.mark.nightly], id="every algorithm"),
     ],
 )
@@ -87,7 +85,7 @@ def test_rows_are_those_of_contexts_that_are_read_anew(
     anew = rows_of(model, task, choices, 0, monkeypatch)
     assert [row["refused"] for row in anew if "refused" in row] == []
     assert len(forwards) == 2 + 2 * len(anew)
-    assert len(anew) == (11 if choices == CHOICES else 4)
+    assert len(anew) == (11 if choices == CHOICES else 3)
     assert measured(shared) == measured(anew)
 
 

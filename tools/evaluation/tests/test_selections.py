@@ -37,6 +37,7 @@ def kl_of(share):
     return next(row["kl"] for row in json.loads(result.stdout)["cells"] if row["plugin"])
 
 
+@pytest.mark.nightly
 def test_a_full_budget_is_dense_and_chance_is_far_off(monkeypatch):
     score = DoubleSparsity.score
 

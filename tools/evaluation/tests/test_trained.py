@@ -152,7 +152,7 @@ def shares(found, wanted):
     return (found & wanted).sum(1) / wanted.sum(1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
 @pytest.mark.parametrize("turned", [False, True], ids=["plain", "hadamard"])
 def test_fp8_keys_find_what_bfloat16_keys_select(recorded, scale_format, turned):

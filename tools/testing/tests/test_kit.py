@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topkv_testing
+from tests.mutants.harness import without_shrinking
 from topkv.entries import TIERS, TRAITS, Capabilities
 from topkv.errors import PluginError
 from topkv.plugins.discovery import hookimpl
@@ -183,7 +184,7 @@ class RoundsSteps(Indexed):
 def test_a_difference_is_reported_by_pool_row_and_size():
     entry = evolve(INDEXED, name="mine", factories=f"{__name__}:{RoundsSteps.__name__}")
     subject = subject_of(entry, "algorithm", tier("cpu"))
-    with pytest.raises(AssertionError) as caught:
+    with without_shrinking(), pytest.raises(AssertionError) as caught:
         AlgorithmTests().test_decode_builds_what_a_prompt_builds(subject)
     reported = str(caught.value)
     assert re.match(
@@ -233,7 +234,8 @@ def test_what_an_algorithm_does_not_promise_is_not_asked(trait, double, test, re
         factories = dict.fromkeys(INDEXED.impls, f"{__name__}:{double.__name__}")
         entry = evolve(INDEXED, name="mine", factories=factories, capabilities=capabilities)
         subject = subject_of(entry, "algorithm", tier("cpu"))
-        with pytest.raises(error, match=trait if error is not AssertionError else reported):
+        match = trait if error is not AssertionError else reported
+        with without_shrinking(), pytest.raises(error, match=match):
             getattr(AlgorithmTests(), f"test_{test}")(subject)
 
 

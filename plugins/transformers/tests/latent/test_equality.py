@@ -45,6 +45,7 @@ def compare(dsa, check, model, pads=PADDED, chunk=None, steps=12, stock=None, **
         check.all_free(handle)
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("topk", [8, 16, EVERYTHING])
 @pytest.mark.parametrize("chunk", [None, 9], ids=["whole", "chunks"])
