@@ -214,7 +214,7 @@ def test_bytes_of_a_token_are_those_of_its_row():
         coordinator = Request(tier, kv_format, 4, seed=0).coordinator
         config = coordinator.config
         tokens = config.num_pages * config.page_tokens
-        assert coordinator.memory().host == -(-2 * 4 * row // 256) * 256 * config.num_pages
+        assert coordinator.memory().host == -(-2 * tokens * row // 256) * 256
         slots = config.max_requests * (6 + 4)
         assert coordinator.memory().buffer == 2 * slots * row
         assert coordinator.memory().representation >= tokens * 2 * 4 * 8
