@@ -9,9 +9,9 @@ single tokens (top-k 2048, buffer 4096, one lane a request); 8 KiB are units of 
 kv-head (128 units, buffer 256, eight lanes a request). With ``--host-format fp8`` the latter are
 coded on the host, 4384 bytes that the load decodes; ``gbs`` counts the bytes of the host.
 
-A GPU keeps translations of few addresses, so entries that lie far apart come slowly from a large
-pool: ``--tokens 131072 --layers 8`` makes one, of which the first layer is loaded. Its pages are
-shuffled, as those of requests that come and go; ``--in-order`` leaves them as they are.
+Entries without neighbours come more slowly out of a larger pool. ``--tokens 131072 --layers 8``
+makes a large one, of which the first layer is loaded. Its pages are shuffled, as those of requests
+that come and go; ``--in-order`` leaves them as they are.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def lay_out(groups: Sequence[GroupShape], num_pages: int) -> tuple[list[GroupLay
     """Strides of each group and the size of a pool that they share: ``[layer, page, head, unit]``
     from the outside in, one group behind the other.
 
-    The pages of a layer are adjacent because a load reads of one layer: a GPU keeps translations
-    of few addresses, and of rows that lie apart in a large pool it reads less than half as many.
+    The pages of a layer are adjacent because a load reads of one layer, and rows without
+    neighbours come the more slowly the larger the range is that they are read from.
 
     Args:
         groups: the groups that share the pool.

@@ -1,4 +1,4 @@
-"""Places of the bytes of a page: runs of the host pool, and rows of other tensors.
+"""Places of the bytes of a page: a run of the host pool for each layer, and rows of other tensors.
 
 The host pool is read and written in place, by any thread. Pages of resident layers and
 representations are on the device in many small pieces; the thread that runs forwards copies them
