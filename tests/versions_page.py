@@ -62,8 +62,7 @@ def lines() -> Iterator[str]:
         yield f"| {library} | {_logged(pattern)} |"
     yield ""
     yield "On a CPU are what `make test` (`constraints.txt`) and `make test-vllm` install. On a"
-    yield "GPU are the runs in `benchmarks/results`, of several commits. FlashAttention-4 and -2"
-    yield "are written by their signatures and were never run."
+    yield "GPU are the runs in `benchmarks/results`, of several commits."
 
 
 def _pins() -> dict[str, str]:
