@@ -152,9 +152,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
-        load, begun, minutes = Load(options, Path(folder)), perf_counter(), 0
+        load, begun, minutes = Load(options, Path(folder)), perf_counter(), 0.0
         while minutes < options.minutes:
-            minutes += 1
+            minutes = min(minutes + 1, options.minutes)
             while perf_counter() - begun < 60 * minutes:
                 load.step()
             load.pause()
