@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -99,6 +100,7 @@ def _has(kind: type, name: str) -> bool:
     return any(f"self.{name}" in _source(each) for each in kind.__mro__)
 
 
+@cache  # finding a class parses its whole file
 def _source(kind: type) -> str:
     try:
         return inspect.getsource(kind)
