@@ -15,7 +15,7 @@ from importlib.metadata import distributions, entry_points
 from importlib.util import find_spec
 from types import ModuleType
 
-UNDECLARED = {"vllm"}
+UNDECLARED = {"sglang", "vllm"}
 """Engines that pin a torch of their own, so that no environment here has them. Modules that need
 one import it, and are listed."""
 HEAVY = {"torch", "triton", "numpy", "transformers"}

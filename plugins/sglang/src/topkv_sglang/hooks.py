@@ -1,0 +1,273 @@
+"""Hooks on SGLang. Each passes on to SGLang's own where another attention backend is chosen.
+
+A hook gets what it stands around first. All of them run in the one thread of a scheduler, but for
+``check_arguments``, which the process runs that starts schedulers. Every process of SGLang has
+them, used or not, so nothing of topkv is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from topkv_sglang.args import BACKEND
+
+Hook = Callable[..., Any]
+
+
+def used() -> bool:
+    """Return True if this process serves through topkv, once SGLang has published arguments."""
+    from sglang.srt.runtime_context import attention_backends
+
+    return BACKEND in attention_backends()
+
+
+def check_arguments(original: Hook, arguments: Any) -> None:
+    """Refuse what cannot be served, where an engine or a server is started.
+
+    Raises:
+        CapabilityError, ConfigError, PluginError: see ``topkv_sglang.refusals.check``.
+    """
+    from sglang.srt.arg_groups.model_override_base import (
+        attention_backends_of,
+        model_config_of,
+        resolving_view,
+    )
+
+    original(arguments)
+    view = resolving_view(arguments)
+    if BACKEND not in attention_backends_of(view):
+        return
+    from sglang.version import __version__
+
+    from topkv_sglang.refusals import check
+
+    _check_hooks()
+    check(view, model_config_of(arguments), __version__)
+
+
+def _check_hooks() -> None:
+    """Refuse a process that has not taken every hook; SGLang only logs that.
+
+    Raises:
+        CapabilityError: with each that is missing.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from topkv.errors import CapabilityError
+
+    missing = [target for target in HOOKS if target not in HookRegistry._patched]
+    if missing:
+        reasons = [f"SGLang has not taken the hook on {target}; see its log" for target in missing]
+        raise CapabilityError("topkv is not whole in this process", reasons)
+
+
+def load_model(original: Hook, runner: Any) -> None:
+    """Load a model, and look at its layers; arguments were checked where the engine was started.
+
+    Raises:
+        CapabilityError: a hook is missing, before weights are loaded, or a layer attends in a way
+            that topkv does not know.
+    """
+    if not used():
+        original(runner)
+        return
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from topkv_sglang.geometry import lowered_for, shape_of_layers
+    from topkv_sglang.refusals import settings_of
+
+    _check_hooks()
+    original(runner)
+    model, arguments = runner.model_config, resolving_view(runner.server_args)
+    layers = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
+    shape = shape_of_layers(layers, model.dtype)
+    model.topkv_lowered = lowered_for(arguments, model, settings_of(arguments)[0], shape)
+
+
+def support_triton(original: Hook, backend: str) -> bool:
+    """Return False for topkv, whose places of tokens are in host memory."""
+    return backend != BACKEND and bool(original(backend))
+
+
+def resolve_memory_pool_config(original: Hook, configurator: Any, *more: Any, **named: Any) -> Any:
+    """Size SGLang's pool as the host pool: its scheduler admits requests by that."""
+    if not used():
+        return original(configurator, *more, **named)
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+
+    from topkv_sglang.geometry import pool_tokens
+
+    lowered = configurator.model_config.topkv_lowered
+    most = resolving_view(configurator.server_args).max_total_tokens
+    return MemoryPoolConfig(
+        max_total_num_tokens=pool_tokens(lowered, most),
+        max_running_requests=lowered.max_requests,
+    )
+
+
+def build_rows(original: Hook, configurator: Any, **named: Any) -> Any:
+    """Make the rows of requests."""
+    if not used():
+        return original(configurator, **named)
+    from topkv_sglang.pools import RowPool
+
+    model = configurator.model_config
+    return RowPool(
+        model.topkv_lowered.page_tokens,
+        size=named["max_num_reqs"],
+        max_context_len=model.context_len + named["extra_max_context_len"],
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def build_kv_pool(original: Hook, configurator: Any, **named: Any) -> Any:
+    """Make a pool of placeholders."""
+    if used():
+        from topkv_sglang.pools import PlaceholderPool
+
+        named["mha_pool_class"] = PlaceholderPool
+    return original(configurator, **named)
+
+
+def make_backend(runner: Any) -> Any:
+    """Make the coordinator of a model runner, and the attention backend of its layers.
+
+    Raises:
+        HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
+    """
+    from topkv_engines.report import report
+    from topkv_engines.session import Session
+    from topkv_sglang.backend import TopkvAttnBackend
+    from topkv_sglang.requests import ScheduledRequests
+
+    rows = runner.req_to_token_pool
+
+    def names() -> list[Any]:
+        return [*session.requests.tokens] if session.requests else []
+
+    session = Session(names, lambda coordinator: ScheduledRequests(coordinator, rows))
+    session.allocate(runner.model_config.topkv_lowered)
+    runner.topkv_session = session
+    report(session.coordinator.config)
+    return TopkvAttnBackend(session)
+
+
+def init_new(original: Hook, kind: type, batch: Any, *more: Any, **named: Any) -> Any:
+    """Note what the scheduler knows of a step on the host, of which SGLang drops some."""
+    made = original(kind, batch, *more, **named)
+    if used() and not batch.forward_mode.is_idle():
+        from topkv_sglang.requests import Step
+
+        made.topkv_step = Step.of(batch)
+    return made
+
+
+def forward(original: Hook, runner: Any, batch: Any, *more: Any, **named: Any) -> Any:
+    """Run a step between the begin and the end of the coordinator's forward."""
+    session, step = session_of(runner), getattr(batch, "topkv_step", None)
+    if session is None or step is None:
+        return original(runner, batch, *more, **named)
+    return session.run(step, lambda _: original(runner, batch, *more, **named))
+
+
+def checkpoint_into_tree(original: Hook, cache: Any, request: Any, **named: Any) -> None:
+    """Note which pages of a request the radix cache replaces by equal ones."""
+    from topkv_sglang.rows import Rows
+
+    rows = cache.req_to_token_pool
+    if not isinstance(rows, Rows):
+        original(cache, request, **named)
+        return
+    row, first = request.kv.req_pool_idx, request.kv.cache_protected_len // rows.page
+    before = rows.pages(row, first, named["up_to"] // rows.page * rows.page)
+    original(cache, request, **named)
+    rows.note_replaced(row, first, before)
+
+
+def validate_beams(original: Hook, coordinator: Any, *request: Any, **named: Any) -> Any:
+    """Refuse a request for beams, whose rows are copies of each other."""
+    if used():
+        return "beam search is not supported by the attention backend topkv"
+    return original(coordinator, *request, **named)
+
+
+def process_batch_result(original: Hook, scheduler: Any, *more: Any, **named: Any) -> Any:
+    """Show counts behind a step, once a second at most."""
+    result = original(scheduler, *more, **named)
+    if (session := session_of(scheduler.tp_worker.model_runner)) is not None:
+        _show(scheduler, session)
+    return result
+
+
+def on_idle(original: Hook, scheduler: Any) -> None:
+    """End requests whose rows were given back: no forward comes that would."""
+    session = session_of(scheduler.tp_worker.model_runner)
+    if session is not None and session.requests.rows.ended:
+        session.requests.abort()  # padding that a dummy run has left
+        session.requests.release()
+        _show(scheduler, session)
+    original(scheduler)
+
+
+def _show(scheduler: Any, session: Any) -> None:
+    collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
+    if collector is None:
+        return
+    if not hasattr(collector, "topkv"):
+        from topkv_sglang.metrics import Metrics
+
+        collector.topkv = Metrics(collector.labels)
+    collector.topkv.show(session.counts.take())
+
+
+def get_internal_state(original: Hook, controller: Any, *more: Any, **named: Any) -> Any:
+    """Report counts with the state of a scheduler, under ``topkv``."""
+    output = original(controller, *more, **named)
+    session = session_of(controller.scheduler.tp_worker.model_runner)
+    if session is not None:
+        from topkv_sglang.metrics import state
+
+        output.internal_state["topkv"] = state(session)
+    return output
+
+
+def release_host_resources(original: Hook, scheduler: Any) -> None:
+    """Give back the host memory too."""
+    original(scheduler)
+    if (session := session_of(scheduler.tp_worker.model_runner)) is not None:
+        session.close()
+
+
+def session_of(runner: Any) -> Any:
+    """Return the session of a model runner; None where topkv does not serve."""
+    return getattr(runner, "topkv_session", None)
+
+
+_POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
+
+HOOKS: dict[str, Hook] = {
+    "sglang.srt.arg_groups.validation_hook.check_server_args": check_arguments,
+    "sglang.srt.utils.common.support_triton": support_triton,
+    f"{_POOLS}_resolve_memory_pool_config": resolve_memory_pool_config,
+    f"{_POOLS}_build_default_req_pool": build_rows,
+    f"{_POOLS}_build_mha_kv_pool": build_kv_pool,
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree": (
+        checkpoint_into_tree
+    ),
+    "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init": validate_beams,
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": init_new,
+    f"{_RUNNER}load_model": load_model,
+    f"{_RUNNER}forward": forward,
+    f"{_SCHEDULER}process_batch_result": process_batch_result,
+    f"{_SCHEDULER}on_idle": on_idle,
+    f"{_SCHEDULER}release_host_resources": release_host_resources,
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController."
+    "get_internal_state": get_internal_state,
+}
+"""Hooks by the function that each stands around."""
