@@ -20,7 +20,7 @@ DOCS := build/docs
 # What the interpreter launches is handed to the compiler for a GPU too, which needs none.
 INTERPRET := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --compile-for 90
 
-.PHONY: all environments test test-slow test-models test-commit test-oldest newest test-nightly test-gpu test-vllm demo docs lint types check isolation newcomer dist format clean
+.PHONY: all environments test test-slow test-models test-commit test-oldest newest test-nightly test-gpu test-vllm test-sglang demo docs lint types check isolation newcomer dist format clean
 
 all: check
 
@@ -99,6 +99,12 @@ test-gpu:
 test-vllm: VLLM_TESTS = -m 'not nightly'
 test-vllm:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) plugins/vllm/test.sh $(VLLM_TESTS) $(ARGS)
+
+# Of topkv-sglang, beside stock SGLang on a CPU, in an environment of their own: build/sglang, 2 GB.
+# SGLANG_TESTS= for those of the night too.
+test-sglang: SGLANG_TESTS = -m 'not nightly'
+test-sglang:
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) plugins/sglang/test.sh $(SGLANG_TESTS) $(ARGS)
 
 # All environments of a commit; with -j at once, for each installs with one core.
 environments: $(VENV)/.installed $(OLD)/.installed $(DOCS)/.installed build/vllm/.installed

@@ -1,0 +1,259 @@
+"""A tiny random Llama in float32, and engines of SGLang that serve it: stock, and through topkv.
+
+Each engine has a process of its own, see ``driver``, and takes a while to start; so tests that
+want the same one share it. Where SGLang is not installed, what needs it is skipped;
+``plugins/sglang/test.sh`` runs it in an environment that has it, and skips nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from topkv_sglang.versions import installed
+
+LONGEST, CHUNK, PAGE, VOCABULARY = 512, 96, 32, 512
+"""Tokens of a request, of a chunk, and of a page; ids of tokens."""
+
+DEFAULTS = {
+    "algorithm": "quest",
+    "backend": "triton_attention",
+    "budget": LONGEST,
+    "dense_layers": [],
+    "page_tokens": PAGE,
+    "max_requests": 4,
+    "max_tokens": 4 * LONGEST,
+    "poison": True,
+}
+"""Settings with which everything is selected, so that tokens are those of stock SGLang."""
+
+STOCK = {"attention_backend": "torch_native", "page_size": PAGE, "max_running_requests": 4}
+"""Arguments of stock SGLang where topkv has names of its own."""
+
+NEEDS_SGLANG = {"served", "stock", "driven", "needs_sglang"}
+
+ROOT, STUBS = Path(__file__).parents[3], Path(__file__).parent / "stubs"
+
+
+@pytest.fixture(scope="session")
+def needs_sglang():
+    """Skips a test without SGLang, as those that have an engine are."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    missing = not installed() and not os.environ.get("TOPKV_NEEDS_SGLANG")
+    for item in items:
+        if NEEDS_SGLANG & {*getattr(item, "fixturenames", ())} and missing:
+            reason = "SGLang is not installed; plugins/sglang/test.sh"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def save_model():
+    """Saves a model: ``save_model(path, **changes)``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": LONGEST,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,  # attention that is far from uniform
+    }
+
+    def save(path, seed=0, **changes):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(LlamaConfig(**sizes | changes)).float().save_pretrained(path)
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def model(save_model, tmp_path_factory):
+    """The folder of the model."""
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """Environment of processes of SGLang, in which ``watch`` is a plugin of it."""
+    plugin = tmp_path_factory.mktemp("plugin")
+    about = plugin / "topkv_watch-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: topkv-watch\nVersion: 0\n")
+    (about / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nwatch = plugins.sglang.tests.watch:register\n"
+    )
+    paths = [ROOT, plugin, *([] if find_spec("sgl_kernel") else [STUBS])]
+    more = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *more]),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class Driven:
+    """A process that obeys ``driver``.
+
+    Args:
+        environment: of it.
+        log: a file for what it says.
+    """
+
+    def __init__(self, environment, log):
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "plugins.sglang.tests.driver"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # SGLang ends the processes of its group when it fails
+            )
+
+    def try_(self, do, **arguments):
+        """Give a command; return the answer, or the error."""
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the engine has ended: {self.log.read_text()[-6000:]}"
+        return json.loads(line)
+
+    def do(self, do, **arguments):
+        """Give a command that must not fail; return the answer."""
+        found = self.try_(do, **arguments)
+        assert "error" not in found, found
+        return found["answer"]
+
+    def answer(self, prompts, tokens=16, **more):
+        """Return the tokens of each prompt; ``tokens`` of each, or of all alike."""
+        many = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+        requests = [
+            {"prompt": prompt, "tokens": most, **more}
+            for prompt, most in zip(prompts, many, strict=True)
+        ]
+        return [each["tokens"] for each in self.do("answer", requests=requests)]
+
+    def idle(self):
+        """Return the state of the scheduler once nothing is left to do."""
+        for _ in range(50):
+            state = self.do("state")
+            if not (state["watched"]["rows"] or (state["topkv"] or {}).get("requests")):
+                break
+            time.sleep(0.1)
+        return state
+
+    def check_nothing_is_held(self):
+        """Pages add up, and neither topkv nor SGLang has a request, a page that no cache keeps, or
+        a row."""
+        state = self.idle()
+        self.do("check_integrity")
+        assert state["watched"]["rows"] == 0
+        assert state["watched"]["tokens"] == 0
+        assert state["topkv"]["requests"] == 0
+        assert state["topkv"]["used_pages"] == 0
+        return state
+
+    def close(self):
+        """End the process, and the engine with it."""
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+@pytest.fixture(scope="session")
+def driven(environment, tmp_path_factory):
+    """Gives processes without an engine: ``driven(**variables)``; they live until the end."""
+    made, numbers, logs = [], count(), tmp_path_factory.mktemp("logs")
+
+    def make(**variables):
+        made.append(Driven(environment | variables, logs / f"{next(numbers)}.log"))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.close()
+
+
+@pytest.fixture(scope="session")
+def arguments(model):
+    """Arguments that both engines get."""
+    return {
+        "model_path": str(model),
+        "device": "cpu",
+        "dtype": "float32",
+        "context_length": LONGEST,
+        "chunked_prefill_size": CHUNK,
+        "enable_mixed_chunk": True,
+        "skip_tokenizer_init": True,
+        "disable_cuda_graph": True,
+        "sampling_backend": "pytorch",
+        "random_seed": 0,
+        "sleep_on_idle": True,  # a scheduler would look for requests without a pause
+        "log_level": "info",
+    }
+
+
+@pytest.fixture(scope="session")
+def stock(driven, arguments):
+    """Stock SGLang."""
+    engine = driven()
+    engine.do("start", arguments={**arguments, **STOCK, "max_total_tokens": 4 * LONGEST})
+    return engine
+
+
+@pytest.fixture(scope="session")
+def served(driven, arguments):
+    """Gives engines through topkv, the same to all who ask for the same:
+    ``served(settings, **arguments)``."""
+    engines = {}
+
+    def make(settings=None, **more):
+        settings, more = {**DEFAULTS, **(settings or {})}, {**arguments, **more}
+        more = {name: value for name, value in more.items() if value is not None}
+        if more.get("context_length"):
+            settings["max_request_tokens"] = more.pop("context_length")
+        key = json.dumps([settings, more], sort_keys=True)
+        if key not in engines:
+            engines[key] = driven()
+            engines[key].do("start", arguments=more, config=settings)
+        return engines[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompt():
+    """Makes prompts: ``prompt(tokens, seed)``."""
+
+    def make(tokens, seed=0):
+        random = torch.Generator().manual_seed(1000 * seed + tokens)
+        return torch.randint(VOCABULARY, (tokens,), generator=random).tolist()
+
+    return make

@@ -1,0 +1,57 @@
+"""A plugin of SGLang that looks into the scheduler of a test between two steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+SEEN = Counter()
+"""Steps of this scheduler, by their kind."""
+
+EVERY = 5
+"""Steps from one check of pages and maps to the next: it takes longer than a step."""
+
+
+def register():
+    """Hook the scheduler; SGLang calls this in each of its processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    scheduler = "sglang.srt.managers.scheduler"
+    state = f"{scheduler}_components.internal_state.SchedulerInternalStateController"
+    HookRegistry.register(f"{scheduler}.Scheduler.process_batch_result", look, HookType.BEFORE)
+    HookRegistry.register(f"{state}.get_internal_state", show, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.Scheduler.__init__", extend, HookType.AFTER)
+
+
+def extend(made, scheduler, *more, **named):
+    """Let a scheduler be asked whether its pages and maps add up."""
+    scheduler.check_integrity = lambda: check(scheduler)
+
+
+def check(scheduler):
+    """Check topkv's pages and maps, where it serves."""
+    session = getattr(scheduler.tp_worker.model_runner, "topkv_session", None)
+    if session is not None:
+        from topkv_testing.integrity import check_integrity
+
+        check_integrity(session.coordinator)
+
+
+def look(scheduler, batch, *more, **named):
+    """Count a step, and check topkv's pages and maps now and then."""
+    SEEN[batch.forward_mode.name.lower()] += 1
+    if sum(SEEN.values()) % EVERY == 0:
+        check(scheduler)
+
+
+def show(output, controller, *more, **named):
+    """Add counts to the state of a scheduler, and what SGLang has free."""
+    scheduler = controller.scheduler
+    rows, pool = scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator
+    output.internal_state["watched"] = {
+        **SEEN,
+        "rows": rows.size - len(rows.free_slots),
+        "tokens": pool.size - pool.available_size() - scheduler.tree_cache.evictable_size(),
+        "capacity": pool.size,
+        "overlap": scheduler.enable_overlap,
+    }
+    return output
