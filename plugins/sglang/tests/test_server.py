@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,9 +14,13 @@ import urllib.request
 
 import pytest
 
-from plugins.sglang.tests.conftest import CHUNK, LONGEST, PAGE
+from plugins.sglang.tests.conftest import CHUNK, LONGEST, PAGE, VOCABULARY
 
-SETTINGS = {"algorithm": "quest", "budget": 128, "buffer": 128, "dense_layers": []}
+SETTINGS = {"algorithm": "quest", "backend": "triton_attention", "budget": 128, "buffer": 128}
+SETTINGS |= {"dense_layers": [], "max_tokens": 4 * LONGEST}
+
+FIRST = ord("\u4e00")
+"""Letter of token 0; those that follow it are none of a combination."""
 
 
 def ask(url, body=None):
@@ -26,20 +31,43 @@ def ask(url, body=None):
         return answer.read().decode()
 
 
+def options(port):
+    """Options of the README's command, and those of a CPU."""
+    words = ["--max-running-requests", 4, "--page-size", PAGE, "--context-length", LONGEST]
+    words += ["--chunked-prefill-size", CHUNK, "--disable-cuda-graph", "--device", "cpu"]
+    words += ["--dtype", "float32", "--served-model-name", "tiny", "--enable-metrics"]
+    return [*map(str, words), "--port", str(port), "--skip-server-warmup"]
+
+
 def command(model, port):
-    """The command line of the README, with options of a CPU."""
-    override = json.dumps({"topkv_settings": {**SETTINGS, "max_tokens": 4 * LONGEST}})
-    words = ["--attention-backend", "topkv", "--page-size", PAGE, "--max-running-requests", 4]
-    words += ["--json-model-override-args", override, "--context-length", LONGEST]
-    words += ["--chunked-prefill-size", CHUNK, "--skip-tokenizer-init", "--disable-cuda-graph"]
-    words += ["--device", "cpu", "--dtype", "float32", "--enable-metrics", "--port", port]
-    line = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *words]
-    return [*map(str, line), "--skip-server-warmup"]
+    """The command line that starts the server."""
+    ours = [f"--set={name}={json.dumps(value)}" for name, value in SETTINGS.items()]
+    line = [sys.executable, "-m", "topkv_cli", "serve", str(model), "--engine", "sglang", *ours]
+    return [*line, *options(port)]
+
+
+def text_of(tokens):
+    """A text of these tokens: a letter each."""
+    return "".join(chr(FIRST + token) for token in tokens)
+
+
+def save_tokenizer(path):
+    """Save a tokenizer with a letter for each token, and a template that adds nothing."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {chr(FIRST + number): number for number in range(VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token=chr(FIRST)))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template).save_pretrained(path)
 
 
 @pytest.fixture(scope="module")
 def url(needs_sglang, environment, model, tmp_path_factory):
     """Address of a server."""
+    save_tokenizer(model)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,6 +119,53 @@ def test_a_server_answers_and_counts(url, stock, prompt):
     assert shown["sglang:topkv_loaded_bytes_total"] == state["loaded_bytes"] > 0
     assert shown["sglang:topkv_pages"] == state["pages"]
     assert shown["sglang:topkv_used_pages"] == state["used_pages"] == state["requests"] == 0
+
+
+async def chat(openai, prompt, tokens, most):
+    """Return what a chat streams; the client goes away after ``most`` letters."""
+    got = ""
+    chunks = await openai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": text_of(prompt)}],
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    async for chunk in chunks:
+        got += (chunk.choices and chunk.choices[0].delta.content) or ""
+        if most is not None and len(got) >= most:
+            await chunks.close()
+            break
+    return got
+
+
+async def chat_all(url, prompts, tokens, leaves):
+    """Stream chats at a time."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as openai:
+        asked = zip(prompts, leaves, strict=True)
+        return await asyncio.gather(
+            *(chat(openai, prompt, tokens, most) for prompt, most in asked)
+        )
+
+
+def test_clients_stream_chats_and_a_third_goes_away(url, stock, prompt):
+    """All at once, so that most of them wait for their turn. Each is within the budget."""
+    lengths = [5, 90, 64, 97, 33, 80, 12, 100]
+    prompts = [prompt(lengths[n % 8], 60 + n // 8) for n in range(32)]
+    leaves = [None if n % 3 else 3 for n in range(32)]
+    expected = [text_of(tokens) for tokens in stock.answer(prompts, 24)]
+    for n, got in enumerate(asyncio.run(chat_all(url, prompts, 24, leaves))):
+        assert got == expected[n] if n % 3 else expected[n].startswith(got)
+        assert len(got) >= 3
+    end, shown = time.monotonic() + 60, {}
+    while shown.get("used_pages") != 0 or shown["requests"]:
+        assert time.monotonic() < end, shown
+        shown = json.loads(ask(f"{url}/server_info"))["internal_states"][0]["topkv"]
 
 
 def test_beams_are_refused_and_others_go_on(url, stock, prompt):

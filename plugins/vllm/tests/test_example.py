@@ -12,7 +12,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from topkv_vllm.serve import command_line, serve
+from topkv_engines.serve import serve
+from topkv_vllm.serve import SERVER
 from topkv_vllm.versions import installed
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +25,7 @@ SERVICE = COMPOSE["services"]["topkv"]
 
 def started():
     """Command line that the service would start."""
-    result = CliRunner().invoke(serve, [*SERVICE["command"], "--dry-run"])
+    result = CliRunner().invoke(serve, [*SERVICE["command"], "--engine", "vllm", "--dry-run"])
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
 
@@ -117,5 +118,5 @@ def test_the_command_line_of_the_page_is_what_the_command_writes():
     shown = options_of(shlex.split(shown.replace("\\\n", " ")))
     settings = shown["--additional-config"]["topkv"]
     worker = shown["--worker-cls"]  # that of a CPU, wherever this runs
-    line = command_line("MODEL", settings, ["--max-num-seqs", "8", "--worker-cls", worker])
+    line = SERVER.command_line("MODEL", settings, ["--max-num-seqs", "8", "--worker-cls", worker])
     assert options_of(line[5:]) == shown

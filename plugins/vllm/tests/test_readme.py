@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from plugins.vllm.tests.server import ready, stream_all
 from tests.readme import block
-from topkv_vllm.serve import serve
+from topkv_engines.serve import serve
 
 
 def words(model):
@@ -22,7 +22,7 @@ def words(model):
 def test_the_command_of_the_readme_starts_a_server():
     command, subcommand, *options = words("DIR")
     assert (command, subcommand) == ("topkv", "serve")
-    result = CliRunner().invoke(serve, [*options, "--dry-run"])
+    result = CliRunner().invoke(serve, [*options, "--engine", "vllm", "--dry-run"])
     assert result.exit_code == 0, result.output
     line = json.loads(result.output)
     reported = json.loads(line[line.index("--additional-config") + 1])["topkv"]

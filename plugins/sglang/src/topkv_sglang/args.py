@@ -7,6 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from topkv.errors import ConfigError
+from topkv_engines.arguments import take_owned, twice_reasons
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,26 +57,13 @@ def engine_args(
         ConfigError: with everything that is set twice, or that topkv sets itself.
     """
     from topkv import SparseConfig
-    from topkv.config.settings import DEFAULTS
 
     loaded = SparseConfig() if config is None else SparseConfig.load(config)
     settings = loaded.as_dict()
-    ours: dict[str, Any] = {"attention_backend": BACKEND}
-    for name, argument in OWNED.items():
-        value = settings.pop(name, None)
-        if value is None:
-            value = None if argument in arguments else DEFAULTS[name]
-        if value is not None:
-            ours[argument] = value
-    reasons = pages_reasons(settings)
+    ours = {"attention_backend": BACKEND, **take_owned(settings, OWNED, arguments)}
+    reasons = pages_reasons(settings) + twice_reasons(ours, arguments)
     settings.pop("pages", None)
-    for name in sorted(ours.keys() & arguments.keys()):
-        if arguments[name] != ours[name]:
-            reasons.append(
-                f"{name} is {ours[name]!r} by the configuration of topkv and {arguments[name]!r} "
-                "by the arguments; say it once"
-            )
-    more = json.loads(arguments.pop("json_model_override_args", None) or "{}")
+    more = _override(arguments.pop("json_model_override_args", None), reasons)
     if SETTINGS in more:
         reasons.append(
             f"json_model_override_args holds a configuration of topkv ({SETTINGS}); hand over one"
@@ -84,3 +72,12 @@ def engine_args(
         raise ConfigError("these arguments do not go together", reasons)
     override = json.dumps({**more, SETTINGS: settings})
     return {**arguments, **ours, "json_model_override_args": override}
+
+
+def _override(text: str | None, reasons: list[str]) -> dict[str, Any]:
+    """Read ``json_model_override_args``; add a reason if that is no object."""
+    try:
+        return dict(json.loads(text or "{}"))
+    except (TypeError, ValueError) as error:
+        reasons.append(f"json_model_override_args must be a JSON object: {error}")
+        return {}

@@ -33,9 +33,17 @@ def version_reasons(version: str, device: str) -> list[str]:
     ]
 
 
-def doctor() -> list[str]:
-    """Lines for ``topkv doctor``."""
+def missing() -> list[str]:
+    """Reasons why no server of SGLang can be started here."""
     version = installed()
     if version is None:
         return [f"sglang: not installed; install sglang=={TESTED['cpu'][-1]}"]
-    return [f"sglang: {'; '.join(version_reasons(version, 'cpu')) or f'ok, {version}'}"]
+    return version_reasons(version, "cpu")
+
+
+def doctor() -> list[str]:
+    """Lines for ``topkv doctor``."""
+    reasons = missing()
+    if installed() is None:
+        return reasons
+    return [f"sglang: {'; '.join(reasons) or f'ok, {installed()}'}"]

@@ -6,6 +6,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from topkv.errors import ConfigError
+from topkv_engines.arguments import take_owned, twice_reasons
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,34 +70,22 @@ def engine_args(
         ConfigError: with everything that is set twice, or that topkv sets itself.
     """
     from topkv import SparseConfig
-    from topkv.config.settings import DEFAULTS
 
     device = _device_of(arguments.get("worker_cls"))
     loaded = SparseConfig() if config is None else SparseConfig.load(config)
-    settings, reasons = loaded.as_dict(), []
+    settings = loaded.as_dict()
     ours: dict[str, Any] = {
         "attention_backend": "CUSTOM",
         "worker_cls": WORKERS[device],
         "kv_transfer_config": dict(CONNECTOR),
     }
-    for name, argument in OWNED.items():
-        value = settings.pop(name, None)
-        if value is None:
-            value = None if argument in arguments else DEFAULTS[name]
-        if value is not None:
-            ours[argument] = value
+    ours |= take_owned(settings, OWNED, arguments)
     if device == "cuda" and not arguments.get("enforce_eager"):
         most = int(ours.get("max_num_seqs") or arguments["max_num_seqs"])
         drafts = int((arguments.get("speculative_config") or {}).get("num_speculative_tokens", 0))
         arguments.setdefault("compilation_config", _graphs_of(most, 1 + drafts))
-    reasons += pages_reasons(settings)
+    reasons = pages_reasons(settings) + twice_reasons(ours, arguments)
     settings.pop("pages", None)
-    for name in sorted(ours.keys() & arguments.keys()):
-        if arguments[name] != ours[name]:
-            reasons.append(
-                f"{name} is {ours[name]!r} by the configuration of topkv and {arguments[name]!r} "
-                "by the arguments; say it once"
-            )
     more = dict(arguments.pop("additional_config", None) or {})
     if "topkv" in more:
         reasons.append("additional_config holds a configuration of topkv; hand over one")

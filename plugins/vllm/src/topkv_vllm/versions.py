@@ -38,6 +38,13 @@ def version_reasons(version: str, device: str) -> list[str]:
     ]
 
 
+def missing() -> list[str]:
+    """Reasons why no server of vLLM can be started here."""
+    found = installed()
+    reasons = [version_reasons(version, DISTRIBUTIONS[name]) for name, version in found.items()]
+    return [each for many in reasons for each in many] if found else doctor()
+
+
 def doctor() -> list[str]:
     """Lines for ``topkv doctor``."""
     lines = []

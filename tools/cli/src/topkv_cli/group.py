@@ -37,7 +37,7 @@ ELSEWHERE = {
     "eval": "topkv-evaluation",
     "generate": "topkv-evaluation",
     "record": "topkv-simulate",
-    "serve": "topkv-vllm[serve]",
+    "serve": "topkv-engines[serve]",
     "share": "topkv-evaluation",
     "simulate": "topkv-simulate",
     "storage": "topkv-files[cli]",
