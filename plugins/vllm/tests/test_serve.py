@@ -144,7 +144,9 @@ def test_a_client_disconnects_in_the_middle(server, stock, prompt):
             connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + text)
             received = b""
             while wait and wait not in received:
-                received += connection.recv(4096)
+                more = connection.recv(4096)
+                assert more, server.said()
+                received += more
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
     server.wait_until_nothing_is_held()
     assert server.metrics()["vllm:generation_tokens_total"] - before < 200, "both were aborted"
