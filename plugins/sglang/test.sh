@@ -24,12 +24,13 @@ if ! [ "$done" -nt plugins/sglang/test.sh -a "$done" -nt plugins/sglang/pyprojec
         partial_json_parser pillow interegular llguidance cloudpickle prometheus_client python-multipart dill ipython \
         xxhash zstandard watchfiles typer jsonschema scipy cffi \
         hatchling editables attrs pluggy click rich pytest pytest-xdist hypothesis
-    folders=(core tools/authoring tools/dropping tools/engines tools/prediction tools/prefixes tools/cli
-        tools/testing plugins/sglang plugins/quest plugins/triton_attention plugins/clusterkv plugins/snapkv
+    folders=(core tools/authoring tools/bench tools/dropping tools/engines tools/prediction tools/prefixes tools/cli
+        tools/testing plugins/transformers plugins/sglang plugins/quest plugins/triton_attention plugins/clusterkv plugins/snapkv
         plugins/streaming_llm plugins/stalls)
     "${pip[@]}" install --no-deps --no-build-isolation "${folders[@]/#/-e./}"
     touch "$done"
 fi
 [ "${1:-}" != environment ] || exit 0
 # Each engine is a process of one thread, and tests of a file share engines.
-TOPKV_NEEDS_SGLANG=1 OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider plugins/sglang/tests "$@"
+TOPKV_NEEDS_SGLANG=1 OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider plugins/sglang/tests \
+    tools/bench/tests/test_sglang.py "$@"

@@ -28,7 +28,7 @@ import torch
 from vllm import LLM, SamplingParams
 
 from topkv_bench import geometry
-from topkv_bench.vllm_bench import save_config
+from topkv_bench.engine_bench import save_config
 from topkv_bench.vllm_cell import arguments_of, drifts
 
 Row = dict[str, Any]

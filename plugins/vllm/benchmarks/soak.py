@@ -26,7 +26,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this proc
 from vllm import LLM, SamplingParams
 
 from topkv_bench import geometry
-from topkv_bench.vllm_bench import save_config
+from topkv_bench.engine_bench import save_config
 from topkv_testing.integrity import check_integrity
 from topkv_vllm import engine_args
 

@@ -187,7 +187,7 @@ def test_what_vllm_cannot_measure_is_refused_together(monkeypatch):
     tiny = ("bench", "--model", "tiny", "--engine-arg", "tensor_parallel_size=2")
     result = CliRunner().invoke(topkv, tiny)
     assert result.exit_code == 2
-    assert "--engine-arg is of --engine vllm" in result.stderr
+    assert "--engine-arg is of --engine vllm and --engine sglang" in result.stderr
     more = ("--engine", "vllm", "--profile", "--device", "cpu")
     more += ("--queries", "1,4")
     result = CliRunner().invoke(topkv, (*tiny, *more))

@@ -49,6 +49,11 @@ class Clock(BaseStreamer):
             self._marks[self._done]()
         self._last = perf_counter()
 
+    @property
+    def done(self) -> bool:
+        """True once every counted step is over."""
+        return len(self.seconds) == len(self._counted)
+
     def end(self) -> None:
         """Do nothing at the end of a stream."""
 

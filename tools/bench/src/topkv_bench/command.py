@@ -103,13 +103,13 @@ class Pair(click.ParamType):
 @click.option("--config", "config_path", type=Path, help="A config.json, or its directory.")
 @click.option(
     "--engine",
-    type=click.Choice(["transformers", "vllm"]),
+    type=click.Choice(["transformers", "vllm", "sglang"]),
     default="transformers",
     show_default=True,
-    help="Calls of generate, or requests that vLLM serves.",
+    help="Calls of generate, or requests that vLLM or SGLang serves.",
 )
 @click.option(
-    "--engine-arg", "engine_args", type=Pair(), multiple=True, help="An argument of vLLM's engine."
+    "--engine-arg", "engine_args", type=Pair(), multiple=True, help="An argument of the engine."
 )
 @click.option("--contestants", type=Names(), default=",".join(CONTESTANTS), show_default=True)
 @click.option("--compile", is_flag=True, help=f"Add {COMPILED}: captured and compiled steps.")
@@ -180,8 +180,8 @@ def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given
     """
     if (given["model"] is None) == (given["config_path"] is None):
         raise click.UsageError("give the geometry by --model or by --config, one of the two")
-    if given["engine_args"] and given["engine"] != "vllm":
-        raise click.UsageError("--engine-arg is of --engine vllm")
+    if given["engine_args"] and given["engine"] == "transformers":
+        raise click.UsageError("--engine-arg is of --engine vllm and --engine sglang")
     with answering() as stdout:
         click.echo("loading torch and making the model ...", err=True)
         from topkv_bench import document, report
@@ -211,6 +211,10 @@ def _bench(options: Any) -> Any:
         from topkv_bench.vllm_bench import VllmBench
 
         return VllmBench(options)
+    if options.engine == "sglang":
+        from topkv_bench.sglang_bench import SglangBench
+
+        return SglangBench(options)
     from topkv_bench.runs import Bench
 
     return Bench(options)

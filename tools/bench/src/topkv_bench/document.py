@@ -17,7 +17,7 @@ from topkv_bench.rows import Row, within_limit
 from topkv_bench.runs import Bench
 
 if TYPE_CHECKING:
-    from topkv_bench.vllm_bench import VllmBench
+    from topkv_bench.engine_bench import EngineBench
 
 HEAD = ("contestant", "context", "requests", "queries", "accept")
 """Fields that name a row."""
@@ -27,7 +27,7 @@ SCHEMA = 1
 
 
 def document(
-    bench: Bench | VllmBench, rows: Sequence[Row], command: Sequence[str]
+    bench: Bench | EngineBench, rows: Sequence[Row], command: Sequence[str]
 ) -> dict[str, Any]:
     """Return all of a run as one object.
 

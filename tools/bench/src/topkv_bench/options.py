@@ -34,8 +34,8 @@ class Options:
         chunk: tokens of a prompt that a forward takes.
         settings: settings of topkv.
         device, dtype: device and dtype of model and cache.
-        engine: ``"transformers"`` or ``"vllm"``.
-        engine_args: further arguments of vLLM.
+        engine: ``"transformers"``, ``"vllm"`` or ``"sglang"``.
+        engine_args: further arguments of the engine.
     """
 
     model: str | None

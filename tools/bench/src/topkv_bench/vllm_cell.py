@@ -1,18 +1,15 @@
 """One cell through vLLM, in a process of its own: ``python -m topkv_bench.vllm_cell ASKED FILE``.
 
 The engine core runs in this very process, so that a step is a call, and topkv's counts can be
-read. ``ASKED`` is what ``topkv_bench.vllm_bench`` hands over; the row is written to ``FILE``.
+read. ``ASKED`` is what ``topkv_bench.engine_bench`` hands over; the row is written to ``FILE``.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -31,10 +28,8 @@ from vllm import LLM, EngineArgs, SamplingParams
 from topkv import SparseCoordinator
 from topkv.errors import ConfigError, OutOfMemory, TopkvError, is_out_of_memory
 from topkv_bench.clock import Clock
-from topkv_bench.document import jsonable
-from topkv_bench.drift import drifting
+from topkv_bench.engine_cell import drifts, write
 from topkv_bench.rows import NO_MEMORY, OVER, REFUSED, link
-from topkv_engines.session import Session
 from topkv_vllm import engine_args
 from topkv_vllm.args import CONNECTOR
 from topkv_vllm.connector import TopkvConnector
@@ -168,25 +163,6 @@ def filled(asked: dict[str, Any]) -> Iterator[None]:
         TopkvConnector.get_num_new_matched_tokens = stock  # type: ignore[method-assign]
 
 
-@contextmanager
-def drifts(asked: dict[str, Any]) -> Iterator[list[Any]]:
-    """Have selections drift from the moment in which a coordinator is made, which is before
-    anything is captured."""
-    with ExitStack() as stack:
-        made, allocate = list[Any](), Session.allocate
-
-        def drifted(session: Session, config: Any) -> None:
-            allocate(session, config)
-            queries = asked["queries"] or 1
-            over = drifting(session.coordinator, asked["drift"], asked["context"], queries)
-            made.append(stack.enter_context(over))
-
-        if asked["drift"] is not None:
-            Session.allocate = drifted  # type: ignore[method-assign]
-            stack.callback(setattr, Session, "allocate", allocate)
-        yield made
-
-
 class Engine:
     """A running engine.
 
@@ -305,5 +281,4 @@ def _held(engine: Engine) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    row = row_of(json.loads(sys.argv[1]))
-    Path(sys.argv[2]).write_text(json.dumps(row, default=jsonable), encoding="utf-8")
+    write(row_of)

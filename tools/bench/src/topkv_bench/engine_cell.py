@@ -1,0 +1,41 @@
+"""Parts of a cell that engines have in common: its process, and selections that drift."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from topkv_bench.document import jsonable
+from topkv_bench.drift import drifting
+from topkv_bench.rows import Row
+from topkv_engines.session import Session
+
+
+@contextmanager
+def drifts(asked: dict[str, Any]) -> Iterator[list[Any]]:
+    """Have selections drift from the moment in which a coordinator is made, which is before
+    anything is captured."""
+    with ExitStack() as stack:
+        made, allocate = list[Any](), Session.allocate
+
+        def drifted(session: Session, config: Any) -> None:
+            allocate(session, config)
+            queries = asked["queries"] or 1
+            over = drifting(session.coordinator, asked["drift"], asked["context"], queries)
+            made.append(stack.enter_context(over))
+
+        if asked["drift"] is not None:
+            Session.allocate = drifted  # type: ignore[method-assign]
+            stack.callback(setattr, Session, "allocate", allocate)
+        yield made
+
+
+def write(row_of: Callable[[dict[str, Any]], Row]) -> None:
+    """Run the cell that the first argument of the process asks for, and write its row to the file
+    that the second one names."""
+    row = row_of(json.loads(sys.argv[1]))
+    Path(sys.argv[2]).write_text(json.dumps(row, default=jsonable), encoding="utf-8")
