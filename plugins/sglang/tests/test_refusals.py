@@ -63,7 +63,6 @@ OPTIONS = {
     "two batches or a split prompt": {"enable_two_batch_overlap": True},
     "many items in a prompt": {"enable_mis": True},
     "looks into the pool": {"kv_canary": "sweep"},
-    "tensor parallel ranks": {"tp_size": 2},
     "pipeline parallel stages": {"pp_size": 2},
     "data parallel ranks": {"dp_size": 2},
     "ranks that share attention": {"attn_dp_size": 2},
@@ -130,6 +129,23 @@ def test_algorithms_that_keep_more_than_pages_hold_are_refused(refused):
     )
     settings = {"algorithm": "snapkv", "budget": 256, "params": {"generated": 64}}
     refused("room for 64 tokens", "511 within context_length = 512", settings=settings)
+
+
+def test_ranks_that_would_share_a_selection_are_refused(refused):
+    """Other reasons say of which rank they are."""
+    refused(
+        "tensor parallel ranks: with quest all heads of a layer share a selection",
+        "set scope to 'kv_head'",
+        settings={"scope": "shared"},
+        changes={"tp_size": 2},
+    )
+    refused(
+        "24",
+        "one of 2 tensor parallel ranks, which has 1 of the 2 kv-heads",
+        error="ConfigError",
+        settings={"page_tokens": 24, "unit": 16},
+        changes={"tp_size": 2},
+    )
 
 
 MODELS = {

@@ -23,8 +23,23 @@ def register():
 
 
 def extend(made, scheduler, *more, **named):
-    """Let a scheduler be asked whether its pages and maps add up."""
-    scheduler.check_integrity = lambda: check(scheduler)
+    """Let schedulers be asked whether their pages and maps add up."""
+    scheduler.check_integrity = lambda: everywhere(scheduler, check)
+
+
+def everywhere(scheduler, call):
+    """Call a function on all ranks; raise what any of them raises, for one alone answers."""
+    from torch.distributed import all_gather_object
+
+    error, group = None, scheduler.tp_group
+    try:
+        call(scheduler)
+    except Exception as raised:
+        error = f"rank {group.rank_in_group}: {raised!r}"
+    errors = [None] * group.world_size
+    all_gather_object(errors, error, group=group.cpu_group)
+    if any(errors):
+        raise AssertionError(errors)
 
 
 def check(scheduler):

@@ -18,13 +18,13 @@ from topkv.types import ModelShape
 REFUSED = "SGLang cannot serve this through topkv"
 
 
-def shape_of_config(model: Any) -> ModelShape:
-    """Shape of a model's attention layers by SGLang's ``ModelConfig``, before any layer is there.
-    Of one rank."""
+def shape_of_config(model: Any, ranks: int = 1) -> ModelShape:
+    """Shape of a model's attention layers on one of its tensor parallel ranks, by SGLang's
+    ``ModelConfig``, before any layer is there."""
     return ModelShape(
         num_layers=model.num_hidden_layers,
-        num_heads=model.num_attention_heads,
-        num_kv_heads=model.get_num_kv_heads(1),
+        num_heads=model.num_attention_heads // ranks,
+        num_kv_heads=model.get_num_kv_heads(ranks),
         head_dim=model.head_dim,
         dtype=model.dtype,
         scale=model.head_dim**-0.5,

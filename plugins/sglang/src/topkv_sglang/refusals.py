@@ -11,9 +11,11 @@ from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
 from topkv_engines.places import moved
+from topkv_engines.ranks import rank_reasons
 from topkv_sglang import places
 from topkv_sglang.args import BACKEND, OWNED, SETTINGS, pages_reasons
 from topkv_sglang.geometry import REFUSED, lowered_for, pool_tokens, shape_of_config
+from topkv_sglang.ranks import kv_heads, split_reasons
 from topkv_sglang.versions import TESTED, version_reasons
 
 HINT = (
@@ -45,10 +47,11 @@ def check(arguments: Any, model: Any, version: str) -> LoweredConfig:
     if reasons:  # lowering wants a model and options that make sense
         raise CapabilityError(REFUSED, reasons)
     try:
-        lowered = lowered_for(arguments, model, settings, shape_of_config(model))
+        shape = shape_of_config(model, arguments.tp_size)
+        lowered = lowered_for(arguments, model, settings, shape)
         reasons += algorithm_reasons(arguments, model, lowered)
     except ReasonsError as error:
-        raise type(error)(REFUSED, error.reasons) from error
+        raise type(error)(REFUSED, [*error.reasons, *split_reasons(arguments, model)]) from error
     if reasons:
         raise CapabilityError(REFUSED, reasons)
     return lowered
@@ -133,11 +136,8 @@ def _option_reasons(arguments: Any) -> list[str]:
 
 
 def _rank_reasons(arguments: Any) -> list[str]:
-    """Several processes for one model, none of which was run yet."""
+    """Several processes for one model, other than tensor parallel ranks of one machine."""
     several = {
-        "tensor parallel ranks (tp_size), which would need a host pool each for their heads": (
-            arguments.tp_size
-        ),
         "pipeline parallel stages (pp_size), which run several steps at a time": (
             arguments.pp_size
         ),
@@ -180,7 +180,8 @@ def _cache_reasons(arguments: Any) -> list[str]:
 def algorithm_reasons(arguments: Any, model: Any, lowered: LoweredConfig) -> list[str]:
     """Algorithms that could run out of room in the middle of a step, or share no prefixes, and a
     pool that is larger than the host pool."""
-    plugins, reasons = make_plugins(registry(), lowered), []
+    plugins = make_plugins(registry(), lowered)
+    reasons = rank_reasons(arguments.tp_size, kv_heads(model), lowered, plugins.specs)
     limit, longest = plugins.least("generated"), model.context_len
     most, tokens = arguments.max_total_tokens, pool_tokens(lowered, None)
     if most is not None and most > tokens:
