@@ -183,7 +183,7 @@ def test_the_table_of_decode_steps_is_that_of_the_raw_numbers():
 
 def test_the_table_of_swap_in_is_that_of_the_raw_numbers():
     found = {}
-    for row in figures.read("swap_in.jsonl"):
+    for row in figures.read("swap_in.jsonl.xz"):
         if row["what"] == "swap_in":
             found.setdefault(f"{row['entry']} B, {row['requests']}", []).append(row)
     _, *rows = rows_of(RESULTS, "| entry, requests | 0 % missed")
@@ -192,7 +192,7 @@ def test_the_table_of_swap_in_is_that_of_the_raw_numbers():
         digits = [0 if row["us"] >= 100 else 1 for row in found[what]]
         times = zip(found[what], digits, strict=True)
         assert cells == [f"{row['us']:.{digit}f}" for row, digit in times], what
-    (last,) = (row for row in figures.read("swap_in.jsonl") if row.get("tokens") == 32768)
+    (last,) = (row for row in figures.read("swap_in.jsonl.xz") if row.get("tokens") == 32768)
     said = f"at {last['gbs']:.1f} GB/s, {100 * last['of_link']:.0f} % of the link"
     assert said in RESULTS
 

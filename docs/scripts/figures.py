@@ -159,7 +159,7 @@ def prompts() -> Any:
 
 def swap_in() -> Any:
     """Plan and load of one layer over the share of misses, by requests and entry."""
-    rows = [row for row in read("swap_in.jsonl") if row["what"] == "swap_in"]
+    rows = [row for row in read("swap_in.jsonl.xz") if row["what"] == "swap_in"]
     sizes = [656, 8192]  # those of 1152 bytes lie between
     figure, panels = new(len(sizes), 3.3)
     for panel, size in zip(panels, sizes, strict=True):

@@ -47,7 +47,7 @@ def lowered(model, **options):
 @pytest.fixture(scope="module")
 def machine():
     """The rates of the machine of ``benchmarks/results``."""
-    link = max(row["gbs"] for row in rows_of("swap_in.jsonl") if row.get("entry") == 8192)
+    link = max(row["gbs"] for row in rows_of("swap_in.jsonl.xz") if row.get("entry") == 8192)
     return Machine(memory=rows_of("selection.jsonl.xz")[0]["read_gbs"], link=link)
 
 

@@ -15,7 +15,7 @@ DEVICE_BYTES, HOST_BYTES = 1 << 30, 1 << 26
 
 KERNEL_SHARE = 0.92
 """The share of a plain copy's rate that loads of many scattered entries reach: 50.8 of 55.1 GB/s
-with entries of 8 KiB (``benchmarks/results/swap_in.jsonl``)."""
+with entries of 8 KiB (``benchmarks/results/swap_in.jsonl.xz``)."""
 
 CALLS = 5
 
