@@ -47,7 +47,7 @@ def test_stock_and_topkv_within_a_limit(tmp_path):
     grid = ("--contestants", "dense,topkv", "--requests", "2,4", "--kv-limit", "8MiB")
     stock = ("--engine-arg", "attention_backend=torch_native")
     rows = rows_of(tmp_path, *grid, *stock, "--drift", 0.25, *words, "--set", "dense_layers=[]")
-    dense, over, two, four = rows
+    dense, two, over, four = rows
     assert "--kv-limit is 8388608" in over["reason"]
     assert dense["bytes"]["device"] % (64 * TOKEN) == 0
     for row in (dense, two, four):
