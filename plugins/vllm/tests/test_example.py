@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shlex
@@ -12,6 +11,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from topkv_engines.counts import COUNTERS, GAUGES
 from topkv_engines.serve import serve
 from topkv_vllm.serve import SERVER
 from topkv_vllm.versions import installed
@@ -77,15 +77,9 @@ def test_its_volumes_ports_and_packages_fit_together():
 
 
 def metrics_of_the_source():
-    """Names that topkv_vllm.metrics makes, read where vLLM, which it imports, is missing."""
-    source = ROOT / "plugins" / "vllm" / "src" / "topkv_vllm" / "metrics.py"
-    tables = {
-        node.targets[0].id: [*ast.literal_eval(node.value)]
-        for node in ast.parse(source.read_text("utf-8")).body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-    }
-    counters = {f"vllm:topkv_{name}_total" for name in tables["COUNTERS"]}
-    return counters | {f"vllm:topkv_{name}" for name in tables["GAUGES"]}
+    """Names under which vLLM shows them."""
+    counters = {f"vllm:topkv_{name}_total" for name in COUNTERS}
+    return counters | {f"vllm:topkv_{name}" for name in GAUGES}
 
 
 def test_what_is_kept_are_all_metrics_of_topkv():

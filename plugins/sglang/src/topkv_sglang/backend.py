@@ -44,21 +44,10 @@ class TopkvAttnBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **others: Any,
     ) -> Tensor:
-        """Attend a layer of a step that decodes."""
+        """Attend a layer, of a step that decodes or reads prompts."""
         return self._attend(q, k, v, layer, save_kv_cache, others)
 
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **others: Any,
-    ) -> Tensor:
-        """Attend a layer of a step that reads prompts, and may decode beside them."""
-        return self._attend(q, k, v, layer, save_kv_cache, others)
+    forward_extend = forward_decode
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, save: bool, others: dict[str, Any]

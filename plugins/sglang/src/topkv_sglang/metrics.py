@@ -6,20 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from topkv.report import count_occupancy
-from topkv_engines.counts import Look
+from topkv_engines.counts import COUNTERS, GAUGES, Look
 from topkv_engines.session import Session
 from topkv_sglang.requests import ScheduledRequests
-
-COUNTERS = {
-    "hits": "Selected units that topkv found on the device.",
-    "misses": "Selected units that topkv loaded from host memory.",
-    "loaded_bytes": "Bytes that topkv loaded from host memory.",
-    "stall_seconds": "Seconds that steps waited for those loads, if the observer stalls is on.",
-}
-GAUGES = {
-    "pages": "Pages of topkv's host pool.",
-    "used_pages": "Pages of topkv's host pool that requests hold.",
-}
 
 
 def state(session: Session) -> dict[str, float]:

@@ -12,6 +12,7 @@ from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
 from topkv_engines.places import moved
 from topkv_engines.ranks import rank_reasons
+from topkv_engines.refusals import prefix_reasons, room_reasons
 from topkv_sglang import places
 from topkv_sglang.args import BACKEND, OWNED, SETTINGS, pages_reasons
 from topkv_sglang.geometry import REFUSED, lowered_for, pool_tokens, shape_of_config
@@ -182,28 +183,14 @@ def algorithm_reasons(arguments: Any, model: Any, lowered: LoweredConfig) -> lis
     pool that is larger than the host pool."""
     plugins = make_plugins(registry(), lowered)
     reasons = rank_reasons(arguments.tp_size, kv_heads(model), lowered, plugins.specs)
-    limit, longest = plugins.least("generated"), model.context_len
     most, tokens = arguments.max_total_tokens, pool_tokens(lowered, None)
     if most is not None and most > tokens:
         reasons.append(
             f"max_total_tokens = {most} exceeds the {tokens} tokens of topkv's host pool, which "
             "is SGLang's pool; leave it out, or raise max_tokens of topkv"
         )
-    if limit < longest:
-        reasons.append(
-            f"an algorithm has room for {limit} tokens after a prompt, and a request may generate "
-            f"{longest - 1} within context_length = {longest}; raise its parameter 'generated' to "
-            "that, or lower context_length"
-        )
-    if arguments.disable_radix_cache:
-        return reasons
-    for name, spec in {
-        group.algorithm: spec
-        for group, spec in zip(lowered.groups, plugins.specs, strict=True)
-        if spec and (spec.prefix != "pages" or spec.prompt_tail)
-    }.items():
-        why = "keeps more of a prompt than what stands in its pages"
-        if spec.prefix == "pages":
-            why = f"looks at the queries of the last {spec.prompt_tail} tokens of a prompt"
-        reasons.append(f"the radix cache: {name} {why}; say disable_radix_cache=True")
+    reasons += room_reasons(plugins.least("generated"), model.context_len, "context_length")
+    if not arguments.disable_radix_cache:
+        off = "disable_radix_cache=True"
+        reasons += prefix_reasons(lowered, plugins.specs, "the radix cache", off)
     return reasons

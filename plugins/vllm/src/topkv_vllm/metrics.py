@@ -17,16 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.outputs import KVConnectorOutput
 
-COUNTERS = {
-    "hits": "Selected units that topkv found on the device.",
-    "misses": "Selected units that topkv loaded from host memory.",
-    "loaded_bytes": "Bytes that topkv loaded from host memory.",
-    "stall_seconds": "Seconds that steps waited for those loads, if the observer stalls is on.",
-}
-GAUGES = {
-    "pages": "Pages of topkv's host pool.",
-    "used_pages": "Pages of topkv's host pool that requests hold.",
-}
+from topkv_engines.counts import COUNTERS, GAUGES
 
 
 class TopkvStats(KVConnectorStats):

@@ -13,6 +13,7 @@ from topkv.plugins import registry
 from topkv_engines.ahead import reasons_against
 from topkv_engines.places import moved
 from topkv_engines.ranks import rank_reasons
+from topkv_engines.refusals import prefix_reasons, room_reasons
 from topkv_vllm import places
 from topkv_vllm.args import CONNECTOR, EIGHT_BITS, GRAPHS, OWNED, pages_reasons
 from topkv_vllm.geometry import (
@@ -244,7 +245,7 @@ def _graphs(compiled: Any) -> str:
 def algorithm_reasons(vllm_config: Any, lowered: LoweredConfig) -> list[str]:
     """Algorithms that could run out of room in the middle of a step, or share no prefixes."""
     plugins = make_plugins(registry(), lowered)
-    limit, longest = plugins.least("generated"), vllm_config.model_config.max_model_len
+    longest = vllm_config.model_config.max_model_len
     ranks, heads = vllm_config.parallel_config.tensor_parallel_size, kv_heads(vllm_config)
     reasons = rank_reasons(ranks, heads, lowered, plugins.specs)
     if is_ahead(vllm_config):
@@ -252,20 +253,8 @@ def algorithm_reasons(vllm_config: Any, lowered: LoweredConfig) -> list[str]:
             f"drafts beside asynchronous scheduling: {why}; say async_scheduling=False"
             for why in reasons_against(lowered, plugins)
         ]
-    if limit < longest:
-        reasons.append(
-            f"an algorithm has room for {limit} tokens after a prompt, and a request may generate "
-            f"{longest - 1} within max_model_len = {longest}; raise its parameter 'generated' to "
-            "that, or lower max_model_len"
-        )
+    reasons += room_reasons(plugins.least("generated"), longest, "max_model_len")
     if vllm_config.cache_config.enable_prefix_caching:
-        for name, spec in {
-            group.algorithm: spec
-            for group, spec in zip(lowered.groups, plugins.specs, strict=True)
-            if spec and (spec.prefix != "pages" or spec.prompt_tail)
-        }.items():
-            why = "keeps more of a prompt than what stands in its pages"
-            if spec.prefix == "pages":
-                why = f"looks at the queries of the last {spec.prompt_tail} tokens of a prompt"
-            reasons.append(f"prefix caching: {name} {why}; say enable_prefix_caching=False")
+        off = "enable_prefix_caching=False"
+        reasons += prefix_reasons(lowered, plugins.specs, "prefix caching", off)
     return reasons

@@ -9,9 +9,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from topkv.errors import OutOfMemory, TopkvError, is_out_of_memory
 from topkv_bench.document import jsonable
 from topkv_bench.drift import drifting
-from topkv_bench.rows import Row
+from topkv_bench.rows import NO_MEMORY, REFUSED, Row
 from topkv_engines.session import Session
 
 
@@ -36,6 +37,18 @@ def drifts(asked: dict[str, Any]) -> Iterator[list[Any]]:
 
 def write(row_of: Callable[[dict[str, Any]], Row]) -> None:
     """Run the cell that the first argument of the process asks for, and write its row to the file
-    that the second one names."""
-    row = row_of(json.loads(sys.argv[1]))
+    that the second one names. A cell that is refused, or out of memory, is such a row."""
+    row = _row(row_of, json.loads(sys.argv[1]))
     Path(sys.argv[2]).write_text(json.dumps(row, default=jsonable), encoding="utf-8")
+
+
+def _row(row_of: Callable[[dict[str, Any]], Row], asked: dict[str, Any]) -> Row:
+    try:
+        return row_of(asked)
+    except TopkvError as error:
+        status = NO_MEMORY if isinstance(error, OutOfMemory) else REFUSED
+        return {"status": status, "reason": " ".join(str(error).split())}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return {"status": NO_MEMORY, "reason": str(error).partition("\n")[0]}

@@ -28,10 +28,9 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.version import __version__
 
 from topkv import SparseCoordinator
-from topkv.errors import OutOfMemory, TopkvError, is_out_of_memory
 from topkv_bench.clock import Clock
 from topkv_bench.engine_cell import drifts, write
-from topkv_bench.rows import NO_MEMORY, OVER, REFUSED, Row, link
+from topkv_bench.rows import OVER, Row, link
 from topkv_sglang import engine_args
 from topkv_sglang.geometry import shape_of_config
 from topkv_sglang.refusals import check
@@ -86,32 +85,22 @@ def _token_bytes(model: Any) -> int:
 
 
 def row_of(asked: dict[str, Any]) -> Row:
-    """Return the row of a cell: measured, over the limit, out of memory or refused."""
-    try:
-        load_plugins()
-        given = ServerArgs(**arguments_of(asked))
-        given.resolve_once()
-        _set_envs_and_config(given)
-        given.check_server_args()
-        expected = expected_bytes(
-            resolving_view(given), model_config_of(given), asked["contestant"]
-        )
-        limit = asked["kv_limit"]
-        if limit is not None and expected > limit:
-            reason = f"it would hold {expected} bytes on the device, and --kv-limit is {limit}"
-            return {"status": OVER, "reason": reason}
-        with drifts(asked) as made:
-            row = _measured(asked, given, made)
-        if asked["contestant"] == "dense":
-            row["bytes"] = {"cache": expected, "device": expected, "host": 0}
-        return row
-    except TopkvError as error:
-        status = NO_MEMORY if isinstance(error, OutOfMemory) else REFUSED
-        return {"status": status, "reason": " ".join(str(error).split())}
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return {"status": NO_MEMORY, "reason": str(error).partition("\n")[0]}
+    """Return the row of a cell: measured, or over the limit."""
+    load_plugins()
+    given = ServerArgs(**arguments_of(asked))
+    given.resolve_once()
+    _set_envs_and_config(given)
+    given.check_server_args()
+    expected = expected_bytes(resolving_view(given), model_config_of(given), asked["contestant"])
+    limit = asked["kv_limit"]
+    if limit is not None and expected > limit:
+        reason = f"it would hold {expected} bytes on the device, and --kv-limit is {limit}"
+        return {"status": OVER, "reason": reason}
+    with drifts(asked) as made:
+        row = _measured(asked, given, made)
+    if asked["contestant"] == "dense":
+        row["bytes"] = {"cache": expected, "device": expected, "host": 0}
+    return row
 
 
 class Engine:

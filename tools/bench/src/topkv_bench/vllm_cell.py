@@ -26,10 +26,10 @@ import vllm
 from vllm import LLM, EngineArgs, SamplingParams
 
 from topkv import SparseCoordinator
-from topkv.errors import ConfigError, OutOfMemory, TopkvError, is_out_of_memory
+from topkv.errors import ConfigError
 from topkv_bench.clock import Clock
 from topkv_bench.engine_cell import drifts, write
-from topkv_bench.rows import NO_MEMORY, OVER, REFUSED, link
+from topkv_bench.rows import OVER, link
 from topkv_vllm import engine_args
 from topkv_vllm.args import CONNECTOR
 from topkv_vllm.connector import TopkvConnector
@@ -118,31 +118,21 @@ def _window_blocks(config: Any) -> int:
 
 
 def row_of(asked: dict[str, Any]) -> Row:
-    """Return the row of a cell: measured, over the limit, out of memory or refused."""
-    try:
-        arguments = arguments_of(asked)
-        config = EngineArgs(**arguments).create_engine_config()
-        device = config.device_config.device_type
-        if device != asked["device"]:
-            reason = (
-                f"this vLLM runs on {device}, and {asked['device']} was asked for; say --device"
-            )
-            raise ConfigError("the device cannot be used", [reason])
-        expected, limit = expected_bytes(config, asked), asked["kv_limit"]
-        if limit is not None and expected > limit:
-            reason = f"it would hold {expected} bytes on the device, and --kv-limit is {limit}"
-            return {"status": OVER, "reason": reason}
-        if asked["contestant"] == "dense":
-            arguments["kv_cache_memory_bytes"] = expected
-        with filled(asked), drifts(asked) as made:
-            return _measured(asked, arguments, made)
-    except TopkvError as error:
-        status = NO_MEMORY if isinstance(error, OutOfMemory) else REFUSED
-        return {"status": status, "reason": " ".join(str(error).split())}
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return {"status": NO_MEMORY, "reason": str(error).partition("\n")[0]}
+    """Return the row of a cell: measured, or over the limit."""
+    arguments = arguments_of(asked)
+    config = EngineArgs(**arguments).create_engine_config()
+    device = config.device_config.device_type
+    if device != asked["device"]:
+        reason = f"this vLLM runs on {device}, and {asked['device']} was asked for; say --device"
+        raise ConfigError("the device cannot be used", [reason])
+    expected, limit = expected_bytes(config, asked), asked["kv_limit"]
+    if limit is not None and expected > limit:
+        reason = f"it would hold {expected} bytes on the device, and --kv-limit is {limit}"
+        return {"status": OVER, "reason": reason}
+    if asked["contestant"] == "dense":
+        arguments["kv_cache_memory_bytes"] = expected
+    with filled(asked), drifts(asked) as made:
+        return _measured(asked, arguments, made)
 
 
 @contextmanager

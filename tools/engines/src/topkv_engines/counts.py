@@ -13,6 +13,18 @@ from topkv_engines.requests import Requests
 EVERY = 1.0
 """Seconds between two looks at the counts of the device."""
 
+COUNTERS = {
+    "hits": "Selected units that topkv found on the device.",
+    "misses": "Selected units that topkv loaded from host memory.",
+    "loaded_bytes": "Bytes that topkv loaded from host memory.",
+    "stall_seconds": "Seconds that steps waited for those loads, if the observer stalls is on.",
+}
+GAUGES = {
+    "pages": "Pages of topkv's host pool.",
+    "used_pages": "Pages of topkv's host pool that requests hold.",
+}
+"""Metrics that an engine shows, and their texts."""
+
 
 class Look:
     """Hits and misses of a coordinator up to now, on their way from the device.
