@@ -9,15 +9,16 @@ from tools.engines.tests.steps import CHUNK, Engine
 from topkv_engines import counts
 from topkv_engines.counts import Look
 
-STEPS = [{"0": CHUNK, "1": CHUNK}, *[{"0": 1, "1": 1}] * 6]
+STEPS = [CHUNK, *[1] * 6]
+"""Tokens of each of two requests."""
 
 
-def reports_of(engine):
+def reports_of(engine, names=("0", "1")):
     """Reports after each step, and without requests."""
-    for step in STEPS:
-        engine.run(step)
+    for tokens in STEPS:
+        engine.run(dict.fromkeys(names, tokens))
         yield engine.session.counts.take()
-    for name in ("0", "1"):
+    for name in names:
         engine.session.requests.end(name)
     yield engine.session.counts.take()
 
@@ -54,14 +55,30 @@ def test_what_has_not_come_is_reported_later(monkeypatch):
     assert check_sums(engine, reports)
 
 
+def test_counts_before_a_reset_are_forgotten(monkeypatch):
+    """As those of a warm-up are: neither reports nor totals have them."""
+    monkeypatch.setattr(counts, "EVERY", 0.0)
+    engine = Engine()
+    for tokens in STEPS:
+        engine.run({"0": tokens})
+    engine.session.requests.end("0")
+    kept = engine.session.counts
+    assert min(kept.total().values()) > 0
+    kept.reset()
+    assert set(kept.total().values()) == {0}
+    reports = [*reports_of(engine, ("1", "2"))]
+    for name, value in kept.total().items():
+        assert value == sum(report[name] for report in reports) > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_waits_for_nothing_while_requests_are_there(monkeypatch):
     """A device that is busy for half a second is asked, and asked again when it has done it."""
     monkeypatch.setattr(counts, "EVERY", 0.0)
     engine = Engine(device="cuda")
-    for step in STEPS:
-        engine.run(step)
+    for tokens in STEPS:
+        engine.run({"0": tokens, "1": tokens})
     reports = [engine.session.counts.take()]
     while reports[-1] is None:
         torch.cuda.synchronize()

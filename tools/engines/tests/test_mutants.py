@@ -296,6 +296,14 @@ MUTANTS = {
         *(Counts.take, "self._look, self._before = None, total", "self._before = total"),
         *(counts.test_reports_add_up_to_what_the_coordinator_counts, pytest.MonkeyPatch),
     ),
+    "a warm-up is counted": (
+        *(Counts.reset, "self._begin = self._before", "pass"),
+        *(counts.test_counts_before_a_reset_are_forgotten, pytest.MonkeyPatch),
+    ),
+    "a warm-up is reported": (
+        *(Counts.reset, "self.take()", "pass"),
+        *(counts.test_counts_before_a_reset_are_forgotten, pytest.MonkeyPatch),
+    ),
     "a report has all counts so far": (
         *(Counts.take, "self._look, self._before = None, total", "self._look = None"),
         *(counts.test_reports_add_up_to_what_the_coordinator_counts, pytest.MonkeyPatch),

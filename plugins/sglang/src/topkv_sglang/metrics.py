@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from topkv.report import count_occupancy
-from topkv_engines.counts import COUNTERS, GAUGES, Look
+from topkv_engines.counts import COUNTERS, GAUGES
 from topkv_engines.session import Session
 from topkv_sglang.requests import ScheduledRequests
 
@@ -15,9 +15,10 @@ def state(session: Session) -> dict[str, float]:
     """Return counts of a session from its begin. Waits for the device."""
     requests, coordinator = session.requests, session.coordinator
     assert isinstance(requests, ScheduledRequests), "allocated"
+    assert session.counts is not None, "allocated"
     pages = count_occupancy(coordinator.requests)
     return {
-        **Look(coordinator).read(),
+        **session.counts.total(),
         "pages": pages.pages,
         "used_pages": pages.used_pages,
         "requests": len(requests.held),

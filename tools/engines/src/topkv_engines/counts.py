@@ -71,6 +71,17 @@ class Counts:
         self._requests, self._reported = requests, -EVERY
         self._look: Look | None = None
         self._before: dict[str, float] = {}
+        self._begin: dict[str, float] = {}
+
+    def reset(self) -> None:
+        """Forget what was counted while the engine was warmed up, with no request."""
+        self.take()
+        self._begin = self._before
+
+    def total(self) -> dict[str, float]:
+        """Return hits, misses and loaded bytes of all requests so far. Waits for the device."""
+        found = Look(self._requests.coordinator).read()
+        return {name: value - self._begin.get(name, 0) for name, value in found.items()}
 
     def take(self) -> dict[str, float] | None:
         """Return counts since the last report, and how many pages there are and are held.

@@ -68,7 +68,7 @@ class Session:
             warm_up(self.coordinator)
             if self.ahead is not None:
                 self.ahead.warm_up()
-        self.counts.take()
+        self.counts.reset()
 
     def record(self, sinks: Mapping[int, Tensor | None], recorder: Recorder | None = None) -> None:
         """Record the decode rows of steps with prompts, see ``RecordedCoordinator``.
@@ -82,7 +82,7 @@ class Session:
         with torch.inference_mode():
             self.requests.abort()  # padding that a dummy run has left
             self.coordinator.record(sinks, recorder or CudaRecorder())
-        self.counts.take()
+        self.counts.reset()
 
     def run(self, step: Any, execute: Callable[[Any], Any]) -> Any:
         """Run a step of the model, which calls ``forward`` and then every layer.
