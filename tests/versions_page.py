@@ -43,7 +43,9 @@ LIBRARIES = {
 VLLM = r"(?<!of )vLLM ([\d.]+\d)"
 """Pattern of the version of vLLM itself, not of libraries that come with it."""
 
-LOGS = ("gpu_tests.log.xz", "gpu_cells.log.xz", "vllm_gpu.log.xz")
+SGLANG_RAN = r"SGLang ([\d.]+\d)"
+
+LOGS = ("gpu_tests.log.xz", "gpu_cells.log.xz", "vllm_gpu.log.xz", "sglang_gpu.log")
 
 
 def lines() -> Iterator[str]:
@@ -60,7 +62,8 @@ def lines() -> Iterator[str]:
     minors = "; ".join(f"{', '.join(TESTED[kind])} ({kind})" for kind in DISTRIBUTIONS.values())
     yield f"| vLLM | {minors} | {', '.join(vllm)} | {_logged(VLLM)} |"
     sglang = ", ".join(SGLANG["cpu"])
-    yield f"| SGLang | {sglang} (cpu) | {sglang} | - |"
+    kinds = "; ".join(f"{', '.join(found)} ({kind})" for kind, found in SGLANG.items())
+    yield f"| SGLang | {kinds} | {sglang} | {_logged(SGLANG_RAN)} |"
     yield from ("", "| library of attention | on a GPU |", "| --- | --- |")
     for library, pattern in LIBRARIES.items():
         yield f"| {library} | {_logged(pattern)} |"

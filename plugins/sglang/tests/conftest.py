@@ -3,6 +3,9 @@
 Each engine has a process of its own, see ``driver``, and takes a while to start; so tests that
 want the same one share it. Where SGLang is not installed, what needs it is skipped;
 ``plugins/sglang/test.sh`` runs it in an environment that has it, and skips nothing.
+
+Where torch sees a GPU all that needs SGLang runs on it, each test with CUDA graphs and without,
+and is marked ``gpu``: ``pytest -m gpu plugins/sglang``.
 """
 
 from __future__ import annotations
@@ -36,8 +39,18 @@ DEFAULTS = {
 }
 """Settings with which everything is selected, so that tokens are those of stock SGLang."""
 
-STOCK = {"attention_backend": "torch_native", "page_size": PAGE, "max_running_requests": 4}
-"""Arguments of stock SGLang where topkv has names of its own."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+STOCK = {"page_size": PAGE, "max_running_requests": 4, "disable_cuda_graph": True}
+STOCK["attention_backend"] = "torch_native" if DEVICE == "cpu" else "triton"
+"""Arguments of stock SGLang where topkv has names of its own; these backends know float32."""
+
+ENVIRONMENT = {"cpu": {"SGLANG_USE_CPU_ENGINE": "1"}, "cuda": {"TRITON_F32_DEFAULT": "ieee"}}
+ENVIRONMENT["cuda"]["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
+"""Variables by the device: SGLang's kernels of norms and rotations have no float32 on a GPU."""
+
+ON_DEVICE = {"cpu": {"disable_cuda_graph": True}, "cuda": {"mem_fraction_static": 0.06}}
+"""Arguments by the device: engines of many processes share a GPU."""
 
 NEEDS_SGLANG = {"served", "stock", "driven", "needs_sglang"}
 
@@ -49,13 +62,24 @@ def needs_sglang():
     """Skips a test without SGLang, as those that have an engine are."""
 
 
+def pytest_generate_tests(metafunc):
+    """Run tests with graphs and without, where there are any."""
+    if "graphs" in metafunc.fixturenames:
+        kinds = [False, True] if DEVICE == "cuda" else [False]
+        names = ["graphs" if kind else "eager" for kind in kinds]
+        metafunc.parametrize("graphs", kinds, ids=names, scope="session")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     missing = not installed() and not os.environ.get("TOPKV_NEEDS_SGLANG")
     for item in items:
-        if NEEDS_SGLANG & {*getattr(item, "fixturenames", ())} and missing:
+        needs = NEEDS_SGLANG & {*getattr(item, "fixturenames", ())}
+        if needs and missing:
             reason = "SGLang is not installed; plugins/sglang/test.sh"
             item.add_marker(pytest.mark.skip(reason=reason))
+        if needs and DEVICE == "cuda":
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session")
@@ -103,12 +127,13 @@ def environment(tmp_path_factory):
     (about / "entry_points.txt").write_text(
         "[sglang.srt.plugins]\nwatch = plugins.sglang.tests.watch:register\n"
     )
-    paths = [ROOT, plugin, *([] if find_spec("sgl_kernel") else [STUBS])]
+    on_cpu = DEVICE == "cpu"
+    paths = [ROOT, plugin, *([STUBS] if on_cpu and not find_spec("sgl_kernel") else [])]
     more = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return kept | {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *more]),
-        "SGLANG_USE_CPU_ENGINE": "1",
+        **ENVIRONMENT[DEVICE],
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -206,17 +231,17 @@ def arguments(model):
     """Arguments that both engines get."""
     return {
         "model_path": str(model),
-        "device": "cpu",
+        "device": DEVICE,
         "dtype": "float32",
         "context_length": LONGEST,
         "chunked_prefill_size": CHUNK,
         "enable_mixed_chunk": True,
         "skip_tokenizer_init": True,
-        "disable_cuda_graph": True,
         "sampling_backend": "pytorch",
         "random_seed": 0,
         "sleep_on_idle": True,  # a scheduler would look for requests without a pause
         "log_level": "info",
+        **ON_DEVICE[DEVICE],
     }
 
 
@@ -229,13 +254,19 @@ def stock(driven, arguments):
 
 
 @pytest.fixture(scope="session")
-def served(driven, arguments):
+def engines():
+    """Engines that are there, by what was asked for."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def served(driven, arguments, engines, graphs):
     """Gives engines through topkv, the same to all who ask for the same:
     ``served(settings, **arguments)``."""
-    engines = {}
 
     def make(settings=None, **more):
-        settings, more = {**DEFAULTS, **(settings or {})}, {**arguments, **more}
+        how = {} if graphs else {"disable_cuda_graph": True}
+        settings, more = {**DEFAULTS, **(settings or {})}, {**arguments, **how, **more}
         more = {name: value for name, value in more.items() if value is not None}
         if more.get("context_length"):
             settings["max_request_tokens"] = more.pop("context_length")

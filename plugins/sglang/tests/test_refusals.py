@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from plugins.sglang.tests.conftest import DEFAULTS
+from plugins.sglang.tests.conftest import DEFAULTS, DEVICE
 
 SETTINGS = {name: value for name, value in DEFAULTS.items() if name != "poison"}
 
@@ -52,8 +52,9 @@ def test_options_are_refused_together_where_an_engine_is_started(refused):
 
 
 OPTIONS = {
-    "SGLang 0.5.22 is not among the versions that were tested on cpu": {"version": "0.5.22"},
-    "the device cuda; tested are cpu": {"device": "cuda"},
+    f"SGLang 0.5.22 is not among the versions that were tested on {DEVICE}": {"version": "0.5.22"},
+    "the device xpu; tested are cpu, cuda": {"device": "xpu"},
+    "tensor parallel ranks on a GPU (tp_size)": {"device": "cuda", "tp_size": 2},
     "speculative decoding (EAGLE), whose rows": {"speculative_algorithm": "EAGLE"},
     "adapters (enable_lora)": {"enable_lora": True},
     "models of diffusion": {"dllm_algorithm": "LowConfidence"},

@@ -14,7 +14,7 @@ import urllib.request
 
 import pytest
 
-from plugins.sglang.tests.conftest import CHUNK, LONGEST, PAGE, VOCABULARY
+from plugins.sglang.tests.conftest import CHUNK, DEVICE, LONGEST, PAGE, VOCABULARY
 
 SETTINGS = {"algorithm": "quest", "backend": "triton_attention", "budget": 128, "buffer": 128}
 SETTINGS |= {"dense_layers": [], "max_tokens": 4 * LONGEST}
@@ -32,9 +32,11 @@ def ask(url, body=None):
 
 
 def options(port):
-    """Options of the README's command, and those of a CPU."""
+    """Options of the README's command, and those of the device."""
     words = ["--max-running-requests", 4, "--page-size", PAGE, "--context-length", LONGEST]
-    words += ["--chunked-prefill-size", CHUNK, "--disable-cuda-graph", "--device", "cpu"]
+    words += ["--chunked-prefill-size", CHUNK, "--device", DEVICE]
+    words += ["--disable-cuda-graph"] if DEVICE == "cpu" else ["--mem-fraction-static", 0.06]
+    words += ["--sampling-backend", "pytorch"]
     words += ["--dtype", "float32", "--served-model-name", "tiny", "--enable-metrics"]
     return [*map(str, words), "--port", str(port), "--skip-server-warmup"]
 

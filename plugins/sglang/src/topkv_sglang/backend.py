@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from torch import Tensor
 
 from topkv.errors import CapabilityError
@@ -31,8 +31,19 @@ class TopkvAttnBackend(AttentionBackend):  # type: ignore[misc]
         self, forward_batch: Any, in_capture: bool = False
     ) -> None:
         """Open the coordinator's forward; see ``AttentionBackend``, here and below."""
-        tokens = len(forward_batch.out_cache_loc)
+        tokens = len(forward_batch.positions)
         self.rows = self.session.forward(forward_batch.batch_size, tokens)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Prepare nothing: what a graph reads is the coordinator's."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of rows that pad a graph; none reads it."""
+        return 1
+
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """Say that nothing of SGLang's pools is read once the forward is open."""
+        return SharedReadEnds.PRE_REPLAY
 
     def forward_decode(
         self,

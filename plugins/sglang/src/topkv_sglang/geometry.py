@@ -14,6 +14,7 @@ from topkv.config.settings import DEFAULTS
 from topkv.errors import CapabilityError
 from topkv.plugins import registry
 from topkv.types import ModelShape
+from topkv_engines.memory import check_device, with_prompt_buffer
 
 REFUSED = "SGLang cannot serve this through topkv"
 
@@ -112,6 +113,24 @@ def lowered_for(
         checkpoint=getattr(model.hf_config, "topkv", None),
         max_positions=model.context_len,
     )
+
+
+def fitting(lowered: LoweredConfig, arguments: Any, room: int) -> LoweredConfig:
+    """Return the configuration with a prompt buffer in what its device buffers leave.
+
+    Args:
+        lowered: configuration of the coordinator.
+        arguments: SGLang's, once they are resolved.
+        room: bytes of the device that SGLang's own pool would have.
+
+    Raises:
+        DeviceMemoryError: the device buffers do not fit, with how many requests would.
+    """
+    check_device(lowered, room, "max_running_requests", "mem_fraction_static")
+    chunked = 0 < (arguments.chunked_prefill_size or 0) < lowered.max_request_tokens
+    if chunked and lowered.prefill_buffer_tokens is None:
+        return with_prompt_buffer(lowered, room)
+    return lowered
 
 
 def pool_tokens(lowered: LoweredConfig, most: int | None) -> int:

@@ -62,6 +62,30 @@ def _check_hooks() -> None:
         raise CapabilityError("topkv is not whole in this process", reasons)
 
 
+def resolve_attention(original: Hook, arguments: Any) -> None:
+    """Have prompts attend in Python: a graph of them is none that a coordinator knows."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolving_view
+
+    original(arguments)
+    view = resolving_view(arguments)
+    if BACKEND not in attention_backends_of(view):
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    config = with_phase(view.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+    declare_resolution(arguments, BACKEND, cuda_graph_config=config)
+
+
+def plan_pool_growth(original: Hook, arguments: Any) -> bool:
+    """Return False for topkv: SGLang's pool does not grow by what graphs have left."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolving_view
+
+    if BACKEND in attention_backends_of(resolving_view(arguments)):
+        return False
+    return bool(original(arguments))
+
+
 def load_model(original: Hook, runner: Any) -> None:
     """Load a model, and look at its layers; arguments were checked where the engine was started.
 
@@ -87,21 +111,34 @@ def load_model(original: Hook, runner: Any) -> None:
 
 
 def support_triton(original: Hook, backend: str) -> bool:
-    """Return False for topkv, whose places of tokens are in host memory."""
-    return backend != BACKEND and bool(original(backend))
+    """Return False for topkv where no GPU is, and for places of tokens, which the host has."""
+    if backend != BACKEND:
+        return bool(original(backend))
+    import torch
+
+    from topkv_sglang.allocation import is_on_host
+
+    return torch.cuda.is_available() and not is_on_host()
 
 
 def resolve_memory_pool_config(original: Hook, configurator: Any, *more: Any, **named: Any) -> Any:
-    """Size SGLang's pool as the host pool: its scheduler admits requests by that."""
+    """Size SGLang's pool as the host pool: its scheduler admits requests by that.
+
+    Raises:
+        DeviceMemoryError: the device buffers do not fit beside the weights.
+    """
     if not used():
         return original(configurator, *more, **named)
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 
-    from topkv_sglang.geometry import pool_tokens
+    from topkv_sglang.geometry import fitting, pool_tokens
 
-    lowered = configurator.model_config.topkv_lowered
-    most = resolving_view(configurator.server_args).max_total_tokens
+    arguments, model = resolving_view(configurator.server_args), configurator.model_config
+    if arguments.device != "cpu":
+        room = configurator._profile_available_bytes(*more, **named)
+        model.topkv_lowered = fitting(model.topkv_lowered, arguments, room)
+    lowered, most = model.topkv_lowered, arguments.max_total_tokens
     return MemoryPoolConfig(
         max_total_num_tokens=pool_tokens(lowered, most),
         max_running_requests=lowered.max_requests,
@@ -115,13 +152,46 @@ def build_rows(original: Hook, configurator: Any, **named: Any) -> Any:
     from topkv_sglang.pools import RowPool
 
     model = configurator.model_config
-    return RowPool(
+    rows = RowPool(
         model.topkv_lowered.page_tokens,
         size=named["max_num_reqs"],
         max_context_len=model.context_len + named["extra_max_context_len"],
         device="cpu",
         enable_memory_saver=False,
     )
+    rows.device = configurator.device  # of the batches that the scheduler makes
+    return rows
+
+
+def build_allocator(original: Hook, configurator: Any, **named: Any) -> Any:
+    """Make the allocator of places in host memory."""
+    if not used():
+        return original(configurator, **named)
+    from topkv_sglang.allocation import host_allocator
+
+    return host_allocator(lambda: original(configurator, **named), configurator)
+
+
+def alloc_for_extend(original: Hook, batch: Any) -> Any:
+    """Give places out to a batch of prompts, on the host."""
+    if not used():
+        return original(batch)
+    from topkv_sglang.allocation import on_host, upload
+
+    with on_host(batch):
+        places, rows, rows_cpu = original(batch)
+    return upload(places, batch.device), upload(rows, batch.device), rows_cpu
+
+
+def alloc_for_decode(original: Hook, batch: Any, token_per_req: int) -> Any:
+    """Give places out to a batch that decodes, on the host."""
+    if not used():
+        return original(batch, token_per_req)
+    from topkv_sglang.allocation import on_host, upload
+
+    with on_host(batch):
+        places = original(batch, token_per_req)
+    return upload(places, batch.device)
 
 
 def build_kv_pool(original: Hook, configurator: Any, **named: Any) -> Any:
@@ -131,6 +201,11 @@ def build_kv_pool(original: Hook, configurator: Any, **named: Any) -> Any:
 
         named["mha_pool_class"] = PlaceholderPool
     return original(configurator, **named)
+
+
+def enable_fused_set_kv_buffer(original: Hook, *batch: Any, **named: Any) -> bool:
+    """Return False for topkv: kernels that rotate keys shall not write them to SGLang's pool."""
+    return not used() and bool(original(*batch, **named))
 
 
 def make_backend(runner: Any) -> Any:
@@ -151,6 +226,8 @@ def make_backend(runner: Any) -> Any:
 
     session = Session(names, lambda coordinator: ScheduledRequests(coordinator, rows))
     session.allocate(runner.model_config.topkv_lowered)
+    if session.coordinator.config.device.type == "cuda":
+        session.warm_up()  # graphs are recorded next
     runner.topkv_session = session
     report(session.coordinator.config)
     return TopkvAttnBackend(session)
@@ -253,10 +330,18 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
 
 HOOKS: dict[str, Hook] = {
     "sglang.srt.arg_groups.validation_hook.check_server_args": check_arguments,
+    "sglang.srt.arg_groups.attention_hook.handle_attention_backend_compatibility": (
+        resolve_attention
+    ),
+    "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned": plan_pool_growth,
     "sglang.srt.utils.common.support_triton": support_triton,
+    "sglang.srt.models.utils.enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
     f"{_POOLS}_resolve_memory_pool_config": resolve_memory_pool_config,
     f"{_POOLS}_build_default_req_pool": build_rows,
     f"{_POOLS}_build_mha_kv_pool": build_kv_pool,
+    f"{_POOLS}_build_token_to_kv_pool_allocator": build_allocator,
+    "sglang.srt.mem_cache.allocation.alloc_for_extend": alloc_for_extend,
+    "sglang.srt.mem_cache.allocation.alloc_for_decode": alloc_for_decode,
     "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree": (
         checkpoint_into_tree
     ),

@@ -38,13 +38,16 @@ class RowPool(Rows, ReqToTokenPool):  # type: ignore[misc]
 class PlaceholderPool(NoOpMHATokenToKVPool):  # type: ignore[misc]
     """Capacity in tokens, and one page of zeros a layer: keys and values are topkv's."""
 
-    def set_kv_buffer(self, *arguments: Any, **named: Any) -> NoReturn:
-        """Refuse keys and values: the attention backend hands them to topkv.
+    def _refuse(self, *arguments: Any, **named: Any) -> NoReturn:
+        """Refuse to take or to show keys and values: the attention backend has topkv keep them.
 
         Raises:
             RuntimeError: always.
         """
         raise RuntimeError(
             "keys and values of this model are kept by topkv, and something else than its "
-            "attention backend has written some; this is a bug of topkv, please report it"
+            "attention backend asks SGLang's pool for them; this is a bug of topkv, please "
+            "report it"
         )
+
+    set_kv_buffer = get_kv_buffer = get_key_buffer = get_value_buffer = _refuse

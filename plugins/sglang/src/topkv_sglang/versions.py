@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-TESTED = {"cpu": ("0.5.23",)}
+TESTED = {"cpu": ("0.5.23",), "cuda": ("0.5.23",)}
 """Versions of SGLang that the tests of this package have run with, by the device. Each moves
 places, so a version counts whole."""
 
