@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Callable, Sequence
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -84,13 +85,23 @@ def _token_bytes(model: Any) -> int:
     return int(shape.num_layers * row)
 
 
-def row_of(asked: dict[str, Any]) -> Row:
-    """Return the row of a cell: measured, or over the limit."""
+def resolved(asked: dict[str, Any]) -> ServerArgs:
+    """Return SGLang's arguments, once it has checked and completed them, in this process.
+
+    Raises:
+        CapabilityError, ConfigError: topkv refuses them.
+    """
     load_plugins()
     given = ServerArgs(**arguments_of(asked))
     given.resolve_once()
     _set_envs_and_config(given)
     given.check_server_args()
+    return given
+
+
+def row_of(asked: dict[str, Any]) -> Row:
+    """Return the row of a cell: measured, or over the limit."""
+    given = resolved(asked)
     expected = expected_bytes(resolving_view(given), model_config_of(given), asked["contestant"])
     limit = asked["kv_limit"]
     if limit is not None and expected > limit:
@@ -125,6 +136,32 @@ class Engine:
         self._sent: list[TokenizedGenerateReqInput] = []
         self._process = self.scheduler.process_batch_result
 
+    def send(self, prompt: Sequence[int], most: int) -> str:
+        """Hand over a request when a loop begins; return its name.
+
+        Args:
+            prompt: token ids.
+            most: tokens that it generates.
+        """
+        request = self._request(prompt, most)
+        self._sent.append(request)
+        return str(request.rid)
+
+    def loop(self, look: Callable[[Any], None]) -> None:
+        """Run what was sent to its end, or until ``scheduler.gracefully_exit`` is set.
+
+        Args:
+            look: is given SGLang's ``ScheduleBatch`` of each step whose tokens are on the host.
+        """
+
+        def process(batch: Any, result: Any) -> None:
+            self._process(batch, result)
+            look(batch)
+
+        self.scheduler.process_batch_result = process
+        self.scheduler.gracefully_exit = False
+        self.scheduler.run_event_loop()
+
     def run(self, requests: int, tokens: int, most: int, clock: Clock | None = None) -> None:
         """Run random prompts to their end, or until a clock has its steps.
 
@@ -137,11 +174,11 @@ class Engine:
         Raises:
             RuntimeError: a request had no token in a step.
         """
-        self._sent = [self._request(tokens, most) for _ in range(requests)]
+        for _ in range(requests):
+            self.send(torch.randint(self._words, (tokens,)).tolist(), most)
         begun = set[str]()
 
-        def look(batch: Any, result: Any) -> None:
-            self._process(batch, result)
+        def look(batch: Any) -> None:
             if clock is None:
                 return
             names = {each.rid for each in batch.reqs if len(each.output_ids)}
@@ -157,12 +194,10 @@ class Engine:
                 clock.put(None)
             self.scheduler.gracefully_exit = clock.done
 
-        self.scheduler.process_batch_result = look
-        self.scheduler.gracefully_exit = False
         if clock is not None:
             clock.start()
             clock.put(None)  # the prompts
-        self.scheduler.run_event_loop()
+        self.loop(look)
 
     def _ingest(self, stop_at_pause: bool = False) -> list[Any]:
         """Hand over what was sent; end the loop where nothing is left to do."""
@@ -173,13 +208,13 @@ class Engine:
             self.scheduler.gracefully_exit = True
         return sent
 
-    def _request(self, tokens: int, most: int) -> TokenizedGenerateReqInput:
+    def _request(self, prompt: Sequence[int], most: int) -> TokenizedGenerateReqInput:
         how = SamplingParams(max_new_tokens=most, temperature=0, ignore_eos=True)
         how.normalize(None)
         return TokenizedGenerateReqInput(
             rid=next(self._names),
             input_text=None,
-            input_ids=array("q", torch.randint(self._words, (tokens,)).tolist()),
+            input_ids=array("q", prompt),
             input_embeds=None,
             mm_inputs=None,
             token_type_ids=None,
