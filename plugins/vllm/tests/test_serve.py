@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from plugins.vllm.tests.server import PAGE, client, serving, stream_all
@@ -120,6 +121,7 @@ def test_clients_stream_and_a_third_goes_away(kind, clients, server, stock, mode
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="each replica wants a GPU")
 def test_two_replicas_share_the_clients(stock, model, tmp_path, prompt):
     """Each replica has an engine, a host pool and metrics of its own."""
     prompts = [prompt(length, number) for number, length in enumerate((5, 200, 97, 33) * 4)]
