@@ -52,7 +52,7 @@ ENVIRONMENT["cuda"]["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
 ON_DEVICE = {"cpu": {"disable_cuda_graph": True}, "cuda": {"mem_fraction_static": 0.06}}
 """Arguments by the device: engines of many processes share a GPU."""
 
-NEEDS_SGLANG = {"served", "stock", "driven", "needs_sglang"}
+NEEDS_SGLANG = {"served", "stock", "driven", "stand_ins", "needs_sglang"}
 
 ROOT, STUBS = Path(__file__).parents[3], Path(__file__).parent / "stubs"
 
@@ -137,6 +137,14 @@ def environment(tmp_path_factory):
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
+
+
+@pytest.fixture(scope="session")
+def stand_ins():
+    """Lets this process import SGLang on a CPU, see ``environment``."""
+    if not find_spec("sgl_kernel"):
+        sys.path.append(str(STUBS))
+    os.environ.update(ENVIRONMENT[DEVICE], HF_HUB_OFFLINE="1")
 
 
 class Driven:

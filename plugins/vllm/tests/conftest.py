@@ -231,9 +231,14 @@ class Served:
         (session,) = self.llm.collective_rpc(lambda worker: worker.session)
         return session
 
+    @property
+    def coordinator(self):
+        """The coordinator of the worker, where topkv serves."""
+        return self.session.coordinator
+
     def check_nothing_is_held(self):
         """Pages add up, and no request holds one."""
-        coordinator = self.session.coordinator
+        coordinator = self.coordinator
         check_integrity(coordinator)
         assert coordinator.manager.host.used == 0
         assert coordinator.requests.free == coordinator.config.max_requests
