@@ -70,7 +70,11 @@ class Driver:
         how |= request.get("options", {})
         name, abort = f"request-{number}-{os.urandom(4).hex()}", request.get("abort")
         stream = await self.engine.async_generate(
-            input_ids=request["prompt"], sampling_params=how, rid=name, stream=True
+            input_ids=request["prompt"],
+            sampling_params=how,
+            rid=name,
+            lora_path=request.get("adapter"),
+            stream=True,
         )
         if abort == 0:
             asyncio.get_running_loop().call_later(

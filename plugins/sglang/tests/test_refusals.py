@@ -56,7 +56,7 @@ OPTIONS = {
     "the device xpu; tested are cpu, cuda": {"device": "xpu"},
     "tensor parallel ranks on a GPU (tp_size)": {"device": "cuda", "tp_size": 2},
     "speculative decoding (EAGLE), whose rows": {"speculative_algorithm": "EAGLE"},
-    "adapters (enable_lora)": {"enable_lora": True},
+    "adapters on a GPU (enable_lora)": {"device": "cuda", "enable_lora": True},
     "models of diffusion": {"dllm_algorithm": "LowConfidence"},
     "embeddings": {"is_embedding": True},
     "prefill_only_disable_kv_cache": {"prefill_only_disable_kv_cache": True},

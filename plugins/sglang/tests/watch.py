@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+
+import torch
 
 SEEN = Counter()
 """Steps of this scheduler, by their kind."""
@@ -13,6 +16,8 @@ EVERY = 5
 
 def register():
     """Hook the scheduler; SGLang calls this in each of its processes."""
+    if not torch.cuda.is_available():
+        pin_nothing()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     scheduler = "sglang.srt.managers.scheduler"
@@ -20,6 +25,18 @@ def register():
     HookRegistry.register(f"{scheduler}.Scheduler.process_batch_result", look, HookType.BEFORE)
     HookRegistry.register(f"{state}.get_internal_state", show, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.Scheduler.__init__", extend, HookType.AFTER)
+
+
+def pin_nothing():
+    """Let SGLang's adapters pin memory on a CPU, where there is none to be pinned."""
+    for name in ("tensor", "zeros", "ones", "empty", "full"):
+        setattr(torch, name, partial(unpinned, getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *device: self
+
+
+def unpinned(make, *data, pin_memory=False, **named):
+    """Make a tensor in memory that is not pinned."""
+    return make(*data, **named)
 
 
 def extend(made, scheduler, *more, **named):

@@ -11,7 +11,8 @@ import torch
 from plugins.vllm.tests import tiny
 from plugins.vllm.tests.lives import live, same
 from plugins.vllm.tests.test_drafts import SEVERAL, count_drafts, repeating
-from plugins.vllm.tests.test_features import LORA, save_adapter
+from plugins.vllm.tests.test_features import LORA
+from tools.engines.tests.adapters import save_adapter
 
 CHUNK, PAGE, LONGEST = 96, 32, 512
 

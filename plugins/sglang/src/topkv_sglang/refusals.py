@@ -115,7 +115,8 @@ def _option_reasons(arguments: Any) -> list[str]:
         ),
         f"speculative decoding ({given.speculative_algorithm}), whose rows were not brought into "
         "topkv's order yet": given.speculative_algorithm is not None,
-        "adapters (enable_lora), which were not run yet": given.enable_lora or given.lora_paths,
+        "adapters on a GPU (enable_lora), which were not run yet": given.device != "cpu"
+        and (given.enable_lora or given.lora_paths),
         "models of diffusion (dllm_algorithm), which write tokens again": (
             given.dllm_algorithm is not None
         ),
