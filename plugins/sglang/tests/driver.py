@@ -89,6 +89,7 @@ class Driver:
             "tokens": got.get("output_ids", []),
             "found": about.get("cached_tokens", 0),
             "retracted": about.get("num_retractions", 0),
+            "verified": about.get("spec_verify_ct", 0),
             "ended": about.get("finish_reason"),
         }
 

@@ -32,8 +32,9 @@ def check_lives(engine, stock, requests):
     got = engine.do("answer", requests=requests)
     prompts, tokens = [each["prompt"] for each in requests], [each["tokens"] for each in requests]
     for request, mine, known in zip(requests, got, stock.answer(prompts, tokens), strict=True):
-        beginning = known[: len(mine["tokens"])]
-        assert mine["tokens"] == beginning
+        # SGLang cuts no drafts off an answer that is aborted at its end.
+        answer = mine["tokens"][: request["tokens"]]
+        assert answer == known[: len(answer)]
         assert "abort" in request or len(mine["tokens"]) == len(known)
     engine.check_nothing_is_held()
     return got

@@ -54,9 +54,7 @@ def test_options_are_refused_together_where_an_engine_is_started(refused):
 OPTIONS = {
     f"SGLang 0.5.22 is not among the versions that were tested on {DEVICE}": {"version": "0.5.22"},
     "the device xpu; tested are cpu, cuda": {"device": "xpu"},
-    "tensor parallel ranks on a GPU (tp_size)": {"device": "cuda", "tp_size": 2},
-    "speculative decoding (EAGLE), whose rows": {"speculative_algorithm": "EAGLE"},
-    "adapters on a GPU (enable_lora)": {"device": "cuda", "enable_lora": True},
+    "speculative decoding (EAGLE); say NGRAM": {"speculative_algorithm": "EAGLE"},
     "models of diffusion": {"dllm_algorithm": "LowConfidence"},
     "embeddings": {"is_embedding": True},
     "prefill_only_disable_kv_cache": {"prefill_only_disable_kv_cache": True},
@@ -96,6 +94,24 @@ def test_each_option_has_its_reason(refused):
         assert any(each in reason for reason in reasons) or each in list(OPTIONS)[:2], each
     for each in list(OPTIONS)[:2]:
         assert len(refused(each, changes=OPTIONS[each])) == 1
+
+
+ON_GPUS = {
+    "tensor parallel ranks on a GPU (tp_size)": {"tp_size": 2},
+    "adapters on a GPU (enable_lora)": {"enable_lora": True},
+    "speculative decoding on a GPU": {"speculative_algorithm": "NGRAM"},
+}
+
+
+def test_what_was_not_run_on_a_gpu_is_refused_there(refused):
+    changes = {name: value for each in ON_GPUS.values() for name, value in each.items()}
+    reasons = refused(*ON_GPUS, changes=changes | {"device": "cuda"})
+    assert len(reasons) == len(ON_GPUS)
+
+
+def test_drafts_that_are_no_chain_are_refused(refused):
+    changes = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 4}
+    assert len(refused("speculative_ngram_max_bfs_breadth = 4", changes=changes)) == 1
 
 
 def test_settings_that_sglang_decides_are_refused(refused):

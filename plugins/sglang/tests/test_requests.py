@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from tools.engines.tests.steps import PAGE, SHAPE, lowered
 from topkv.errors import HostMemoryError, RequestError
 from topkv_engines.session import Session
+from topkv_sglang.drafts import chain_mask
 from topkv_sglang.requests import ScheduledRequests, Step
 from topkv_sglang.rows import Rows
 from topkv_testing.integrity import check_integrity
@@ -162,7 +164,9 @@ def batch(mode, **more):
     """A batch of SGLang's, as far as it is read."""
     requests = [SimpleNamespace(full_untruncated_fill_ids=[0] * n) for n in (9, 40)]
     return SimpleNamespace(
-        forward_mode=SimpleNamespace(is_decode=lambda: mode == "decode"),
+        forward_mode=SimpleNamespace(
+            is_decode=lambda: mode == "decode", is_target_verify=lambda: mode == "verify"
+        ),
         req_pool_indices_cpu=torch.tensor([2, 1]),
         reqs=requests,
         **more,
@@ -172,5 +176,17 @@ def batch(mode, **more):
 def test_steps_are_read_off_batches():
     decode = Step.of(batch("decode", seq_lens_cpu=torch.tensor([10, 41])))
     assert decode == Step([2, 1], [9, 40], [1, 1], [9, 40])
+    drafts = SimpleNamespace(draft_token_num=3)
+    verify = Step.of(batch("verify", seq_lens_cpu=torch.tensor([9, 40]), spec_info=drafts))
+    assert verify == Step([2, 1], [9, 40], [3, 3], [9, 40])
     extend = Step.of(batch("extend", prefix_lens=[0, 32], extend_lens=[9, 8]))
     assert extend == Step([2, 1], [0, 32], [9, 8], [9, 40])
+
+
+def test_trees_of_drafts_become_chains():
+    """Each draft sees those before it, and itself."""
+    tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=np.uint8)
+    chains = chain_mask(np.concatenate([tree.ravel()] * 2), 3)
+    chain = [1, 0, 0, 1, 1, 0, 1, 1, 1]
+    assert chains.tolist() == chain * 2
+    assert chains.dtype == tree.dtype

@@ -15,6 +15,7 @@ from topkv.errors import CapabilityError
 from topkv.plugins import registry
 from topkv.types import ModelShape
 from topkv_engines.memory import check_device, with_prompt_buffer
+from topkv_sglang.drafts import drafts_of
 
 REFUSED = "SGLang cannot serve this through topkv"
 
@@ -98,12 +99,14 @@ def lowered_for(
     Raises:
         ConfigError: with every reason.
     """
+    queries = drafts_of(arguments)
     settings = evolve(
         settings,
         pages="engine",
         page_tokens=arguments.page_size,
         max_requests=arguments.max_running_requests or DEFAULTS["max_requests"],
-        max_request_tokens=model.context_len,
+        max_request_tokens=model.context_len + queries - 1,
+        max_queries=queries,
     )
     return lower(
         settings,
@@ -111,7 +114,7 @@ def lowered_for(
         device=torch.device(arguments.device),
         registry=registry(),
         checkpoint=getattr(model.hf_config, "topkv", None),
-        max_positions=model.context_len,
+        max_positions=model.context_len + queries - 1,
     )
 
 

@@ -7,19 +7,11 @@ them, used or not, so nothing of topkv is imported before it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from topkv_sglang.args import BACKEND
-
-Hook = Callable[..., Any]
-
-
-def used() -> bool:
-    """Return True if this process serves through topkv, once SGLang has published arguments."""
-    from sglang.srt.runtime_context import attention_backends
-
-    return BACKEND in attention_backends()
+from topkv_sglang.place_hooks import PLACE_HOOKS
+from topkv_sglang.used import Hook, used
 
 
 def check_arguments(original: Hook, arguments: Any) -> None:
@@ -110,104 +102,6 @@ def load_model(original: Hook, runner: Any) -> None:
     model.topkv_lowered = lowered_for(arguments, model, settings_of(arguments)[0], shape)
 
 
-def support_triton(original: Hook, backend: str) -> bool:
-    """Return False for topkv where no GPU is, and for places of tokens, which the host has."""
-    if backend != BACKEND:
-        return bool(original(backend))
-    import torch
-
-    from topkv_sglang.allocation import is_on_host
-
-    return torch.cuda.is_available() and not is_on_host()
-
-
-def resolve_memory_pool_config(original: Hook, configurator: Any, *more: Any, **named: Any) -> Any:
-    """Size SGLang's pool as the host pool: its scheduler admits requests by that.
-
-    Raises:
-        DeviceMemoryError: the device buffers do not fit beside the weights.
-    """
-    if not used():
-        return original(configurator, *more, **named)
-    from sglang.srt.arg_groups.model_override_base import resolving_view
-    from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
-
-    from topkv_sglang.geometry import fitting, pool_tokens
-
-    arguments, model = resolving_view(configurator.server_args), configurator.model_config
-    if arguments.device != "cpu":
-        room = configurator._profile_available_bytes(*more, **named)
-        model.topkv_lowered = fitting(model.topkv_lowered, arguments, room)
-    lowered, most = model.topkv_lowered, arguments.max_total_tokens
-    return MemoryPoolConfig(
-        max_total_num_tokens=pool_tokens(lowered, most),
-        max_running_requests=lowered.max_requests,
-    )
-
-
-def build_rows(original: Hook, configurator: Any, **named: Any) -> Any:
-    """Make the rows of requests."""
-    if not used():
-        return original(configurator, **named)
-    from topkv_sglang.pools import RowPool
-
-    model = configurator.model_config
-    rows = RowPool(
-        model.topkv_lowered.page_tokens,
-        size=named["max_num_reqs"],
-        max_context_len=model.context_len + named["extra_max_context_len"],
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    rows.device = configurator.device  # of the batches that the scheduler makes
-    return rows
-
-
-def build_allocator(original: Hook, configurator: Any, **named: Any) -> Any:
-    """Make the allocator of places in host memory."""
-    if not used():
-        return original(configurator, **named)
-    from topkv_sglang.allocation import host_allocator
-
-    return host_allocator(lambda: original(configurator, **named), configurator)
-
-
-def alloc_for_extend(original: Hook, batch: Any) -> Any:
-    """Give places out to a batch of prompts, on the host."""
-    if not used():
-        return original(batch)
-    from topkv_sglang.allocation import on_host, upload
-
-    with on_host(batch):
-        places, rows, rows_cpu = original(batch)
-    return upload(places, batch.device), upload(rows, batch.device), rows_cpu
-
-
-def alloc_for_decode(original: Hook, batch: Any, token_per_req: int) -> Any:
-    """Give places out to a batch that decodes, on the host."""
-    if not used():
-        return original(batch, token_per_req)
-    from topkv_sglang.allocation import on_host, upload
-
-    with on_host(batch):
-        places = original(batch, token_per_req)
-    return upload(places, batch.device)
-
-
-def build_kv_pool(original: Hook, configurator: Any, **named: Any) -> Any:
-    """Make a pool of placeholders."""
-    if used():
-        from topkv_sglang.pools import PlaceholderPool
-
-        named["mha_pool_class"] = PlaceholderPool
-    return original(configurator, **named)
-
-
-def enable_fused_set_kv_buffer(original: Hook, *batch: Any, **named: Any) -> bool:
-    """Return False for topkv: kernels that rotate keys shall not write them to SGLang's pool."""
-    return not used() and bool(original(*batch, **named))
-
-
 def make_backend(runner: Any) -> Any:
     """Make the coordinator of a model runner, and the attention backend of its layers.
 
@@ -249,20 +143,6 @@ def forward(original: Hook, runner: Any, batch: Any, *more: Any, **named: Any) -
     if session is None or step is None:
         return original(runner, batch, *more, **named)
     return session.run(step, lambda _: original(runner, batch, *more, **named))
-
-
-def checkpoint_into_tree(original: Hook, cache: Any, request: Any, **named: Any) -> None:
-    """Note which pages of a request the radix cache replaces by equal ones."""
-    from topkv_sglang.rows import Rows
-
-    rows = cache.req_to_token_pool
-    if not isinstance(rows, Rows):
-        original(cache, request, **named)
-        return
-    row, first = request.kv.req_pool_idx, request.kv.cache_protected_len // rows.page
-    before = rows.pages(row, first, named["up_to"] // rows.page * rows.page)
-    original(cache, request, **named)
-    rows.note_replaced(row, first, before)
 
 
 def validate_beams(original: Hook, coordinator: Any, *request: Any, **named: Any) -> Any:
@@ -324,7 +204,6 @@ def session_of(runner: Any) -> Any:
     return getattr(runner, "topkv_session", None)
 
 
-_POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
 
@@ -334,17 +213,6 @@ HOOKS: dict[str, Hook] = {
         resolve_attention
     ),
     "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned": plan_pool_growth,
-    "sglang.srt.utils.common.support_triton": support_triton,
-    "sglang.srt.models.utils.enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
-    f"{_POOLS}_resolve_memory_pool_config": resolve_memory_pool_config,
-    f"{_POOLS}_build_default_req_pool": build_rows,
-    f"{_POOLS}_build_mha_kv_pool": build_kv_pool,
-    f"{_POOLS}_build_token_to_kv_pool_allocator": build_allocator,
-    "sglang.srt.mem_cache.allocation.alloc_for_extend": alloc_for_extend,
-    "sglang.srt.mem_cache.allocation.alloc_for_decode": alloc_for_decode,
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree": (
-        checkpoint_into_tree
-    ),
     "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init": validate_beams,
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": init_new,
     f"{_RUNNER}load_model": load_model,
@@ -354,5 +222,6 @@ HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}release_host_resources": release_host_resources,
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController."
     "get_internal_state": get_internal_state,
+    **PLACE_HOOKS,
 }
 """Hooks by the function that each stands around."""

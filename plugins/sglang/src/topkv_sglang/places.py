@@ -23,7 +23,15 @@ _LAYER = (
 _GIVEN = (
     *("device", "page_size", "max_running_requests", "max_total_tokens", "attention_backend"),
     *("prefill_attention_backend", "decode_attention_backend", "json_model_override_args"),
-    *("disable_radix_cache", "kv_cache_dtype", "speculative_algorithm", "tp_size", "pp_size"),
+    *(
+        "disable_radix_cache",
+        "kv_cache_dtype",
+        "speculative_algorithm",
+        "speculative_num_draft_tokens",
+        "speculative_ngram_max_bfs_breadth",
+        "tp_size",
+        "pp_size",
+    ),
 )
 
 PLACES = (
@@ -171,6 +179,52 @@ PLACES = (
         "alloc_for_decode",
         "asks for those of tokens that are decoded",
         ("batch", "token_per_req"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.allocation",
+        "alloc_for_spec_decode",
+        "asks for those of tokens that are verified",
+        (
+            *("tree_cache", "req_to_token_pool", "reqs", "req_pool_indices", "batch"),
+            *("cur_kv_lens", "cur_kv_lens_cpu", "nxt_kv_lens", "nxt_kv_lens_cpu"),
+            "num_needed_tokens",
+        ),
+        alone=True,
+    ),
+    Place(
+        "sglang.srt.mem_cache.allocation",
+        "alloc_paged_token_slots_extend",
+        "gives those out",
+        ("tree_cache", "prefix_lens", "seq_lens", "last_loc", "extend_num_tokens"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.allocation",
+        "get_last_loc_torch",
+        "finds the last place of each request",
+        ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
+    ),
+    Place(
+        "sglang.kernels.ops.speculative.cache_locs",
+        "assign_extend_cache_locs_func",
+        "looks places of drafts up",
+        (
+            *("req_pool_indices", "req_to_token", "start_offset", "end_offset"),
+            *("batch_size", "draft_token_num", "device"),
+        ),
+        alone=True,
+    ),
+    Place(
+        "sglang.srt.speculative.spec_utils",
+        "move_accept_tokens_to_target_kvcache",
+        "moves drafts that are kept",
+        alone=True,
+    ),
+    Place(
+        "sglang.srt.speculative.cpp_ngram.ngram_corpus",
+        "NgramCorpus.batch_get",
+        "finds drafts",
+        ("req_ids", "batch_tokens", "total_lens"),
+        alone=True,
     ),
     Place(
         _CONFIGURATOR,

@@ -15,6 +15,7 @@ from topkv_engines.ranks import rank_reasons
 from topkv_engines.refusals import prefix_reasons, room_reasons
 from topkv_sglang import places
 from topkv_sglang.args import BACKEND, OWNED, SETTINGS, pages_reasons
+from topkv_sglang.drafts import draft_reasons
 from topkv_sglang.geometry import REFUSED, lowered_for, pool_tokens, shape_of_config
 from topkv_sglang.ranks import kv_heads, split_reasons
 from topkv_sglang.versions import TESTED, version_reasons
@@ -42,6 +43,7 @@ def check(arguments: Any, model: Any, version: str) -> LoweredConfig:
     """
     reasons = version_reasons(version, arguments.device)
     reasons += _model_reasons(model) + _option_reasons(arguments) + _rank_reasons(arguments)
+    reasons += draft_reasons(arguments)
     reasons += _cache_reasons(arguments) + moved(places.PLACES, arguments.device, "SGLang")
     settings, wrong = settings_of(arguments)
     reasons += wrong
@@ -73,7 +75,7 @@ def settings_of(arguments: Any) -> tuple[SparseConfig, list[str]]:
     stated = settings.as_dict()
     reasons = [
         f"{name} is {argument} of SGLang, which decides; leave it out of topkv's configuration"
-        for name, argument in OWNED.items()
+        for name, argument in {**OWNED, "max_queries": "speculative_num_draft_tokens"}.items()
         if name in stated
     ]
     return settings, reasons + pages_reasons(stated)
@@ -113,8 +115,6 @@ def _option_reasons(arguments: Any) -> list[str]:
         f"kv_cache_dtype {given.kv_cache_dtype}; say auto, and host_format of topkv": (
             given.kv_cache_dtype != "auto"
         ),
-        f"speculative decoding ({given.speculative_algorithm}), whose rows were not brought into "
-        "topkv's order yet": given.speculative_algorithm is not None,
         "adapters on a GPU (enable_lora), which were not run yet": given.device != "cpu"
         and (given.enable_lora or given.lora_paths),
         "models of diffusion (dllm_algorithm), which write tokens again": (

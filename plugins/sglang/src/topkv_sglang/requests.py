@@ -37,6 +37,9 @@ class Step:
         if batch.forward_mode.is_decode():
             computed = [length - 1 for length in batch.seq_lens_cpu.tolist()]
             return cls(rows, computed, [1] * len(rows), prefill)
+        if batch.forward_mode.is_target_verify():
+            drafts = batch.spec_info.draft_token_num
+            return cls(rows, batch.seq_lens_cpu.tolist(), [drafts] * len(rows), prefill)
         return cls(rows, [*batch.prefix_lens], [*batch.extend_lens], prefill)
 
 
