@@ -8,9 +8,10 @@ import torch
 from plugins.sglang.tests.conftest import STOCK
 from tools.engines.tests.adapters import save_adapter
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="SGLang's kernels there take no float32"
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang's kernels there take no float32"),
+]
 
 LORA = {"enable_lora": True, "max_loras_per_batch": 3, "lora_backend": "torch_native"}
 

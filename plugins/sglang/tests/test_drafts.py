@@ -56,6 +56,7 @@ def test_arrivals_and_aborts_in_random_order(drafting, stock, prompt):
     check_lives(drafting, stock, draw_requests(draw, prompts, longest=60))
 
 
+@pytest.mark.nightly
 def test_a_small_budget_selects_for_each_query(served, prompt):
     """With ``verification: exact`` drafts change no token of a selection either."""
     small = {"budget": 64, "buffer": 128, "unit": 16, "verification": "exact"}
