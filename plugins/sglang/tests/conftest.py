@@ -52,6 +52,9 @@ ENVIRONMENT["cuda"]["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
 ON_DEVICE = {"cpu": {"disable_cuda_graph": True}, "cuda": {"mem_fraction_static": 0.06}}
 """Arguments by the device: engines of many processes share a GPU."""
 
+MOST = 4
+"""Engines through topkv that are there at a time: each takes 2 GB with its processes."""
+
 NEEDS_SGLANG = {"served", "stock", "driven", "stand_ins", "needs_sglang"}
 
 ROOT, STUBS = Path(__file__).parents[3], Path(__file__).parent / "stubs"
@@ -263,7 +266,7 @@ def stock(driven, arguments):
 
 @pytest.fixture(scope="session")
 def engines():
-    """Engines that are there, by what was asked for."""
+    """Engines that are there, by what was asked for; the last one was asked for last."""
     return {}
 
 
@@ -279,9 +282,13 @@ def served(driven, arguments, engines, graphs):
         if more.get("context_length"):
             settings["max_request_tokens"] = more.pop("context_length")
         key = json.dumps([settings, more], sort_keys=True)
-        if key not in engines:
-            engines[key] = driven()
-            engines[key].do("start", arguments=more, config=settings)
+        if key in engines:
+            engines[key] = engines.pop(key)
+            return engines[key]
+        while len(engines) >= MOST:
+            engines.pop(next(iter(engines))).close()
+        engines[key] = driven()
+        engines[key].do("start", arguments=more, config=settings)
         return engines[key]
 
     return make

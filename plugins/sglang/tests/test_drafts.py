@@ -17,6 +17,7 @@ NGRAM = {
     "speculative_algorithm": "NGRAM",
     "speculative_num_draft_tokens": 4,
     "speculative_ngram_max_bfs_breadth": 1,
+    "speculative_ngram_capacity": 20_000,  # a million takes 2 GB
 }
 
 
