@@ -50,6 +50,7 @@ MEANS = ("kl", "nll_change", "agreement", "recall", "exact_recall")
 BYTES = ("device_bytes_per_token", "link_bytes_per_token", "context_bytes")
 LEFT_OUT = {
     *("key", "seconds", "decode_seconds", "index_tokens", "with_index_percent"),
+    *("metadata_bytes", "host_kv_bytes"),
     *("nll_low", "nll_high", "recall_low", "recall_high", "agreement_low", "agreement_high"),
 }
 """Fields that results lack: times of a device that processes share, what follows from others, and
