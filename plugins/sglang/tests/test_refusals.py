@@ -146,6 +146,9 @@ def test_algorithms_that_keep_more_than_pages_hold_are_refused(refused):
     )
     settings = {"algorithm": "snapkv", "budget": 256, "params": {"generated": 64}}
     refused("room for 64 tokens", "511 within context_length = 512", settings=settings)
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+    drafts["speculative_ngram_max_bfs_breadth"] = 1
+    refused("room for 61 tokens", settings=settings, **drafts)  # three may be rejected ones
 
 
 def test_ranks_that_would_share_a_selection_are_refused(refused):

@@ -194,7 +194,8 @@ def algorithm_reasons(arguments: Any, model: Any, lowered: LoweredConfig) -> lis
             f"max_total_tokens = {most} exceeds the {tokens} tokens of topkv's host pool, which "
             "is SGLang's pool; leave it out, or raise max_tokens of topkv"
         )
-    reasons += room_reasons(plugins.least("generated"), model.context_len, "context_length")
+    room = plugins.least("generated") - (lowered.max_queries - 1)  # drafts stand behind a request
+    reasons += room_reasons(room, model.context_len, "context_length")
     if not arguments.disable_radix_cache:
         off = "disable_radix_cache=True"
         reasons += prefix_reasons(lowered, plugins.specs, "the radix cache", off)
