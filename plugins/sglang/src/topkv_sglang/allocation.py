@@ -41,7 +41,7 @@ def is_on_host() -> bool:
 
 
 def upload(tensor: Tensor, device: Any) -> Tensor:
-    """Copy a tensor of the host to a device; nobody waits."""
+    """Copy a tensor from the host to a device, without waiting for it."""
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

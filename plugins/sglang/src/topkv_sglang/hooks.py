@@ -55,7 +55,7 @@ def _check_hooks() -> None:
 
 
 def resolve_attention(original: Hook, arguments: Any) -> None:
-    """Have prompts attend in Python: a graph of them is none that a coordinator knows."""
+    """Turn SGLang's CUDA graphs of prompts off: a coordinator reads prompts outside of graphs."""
     from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolving_view
 
     original(arguments)

@@ -9,7 +9,7 @@ from topkv_sglang.used import Hook, used
 
 
 def support_triton(original: Hook, backend: str) -> bool:
-    """Return False for topkv where no GPU is, and for places of tokens, which the host has."""
+    """Return False for topkv without a GPU, and while the host gives out places of tokens."""
     if backend != BACKEND:
         return bool(original(backend))
     import torch
@@ -104,7 +104,7 @@ def alloc_for_spec_decode(original: Hook, cache: Any, pool: Any, **named: Any) -
 
 
 def assign_extend_cache_locs(original: Hook, **named: Any) -> Any:
-    """Return places of drafts, which nothing reads: those of padding."""
+    """Return the place of padding for every draft: nothing reads where a draft is."""
     if not used():
         return original(**named)
     import torch

@@ -1,4 +1,4 @@
-"""Hooks, and whether those of a process do anything."""
+"""The type of a hook, and the test for whether topkv serves in this process."""
 
 from __future__ import annotations
 
