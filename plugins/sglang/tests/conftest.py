@@ -59,6 +59,8 @@ NEEDS_SGLANG = {"served", "stock", "driven", "stand_ins", "needs_sglang"}
 
 ROOT, STUBS = Path(__file__).parents[3], Path(__file__).parent / "stubs"
 
+LACKS_KERNELS = find_spec("sgl_kernel") is None  # before the stand-ins are there
+
 
 @pytest.fixture(scope="session")
 def needs_sglang():
@@ -131,7 +133,7 @@ def environment(tmp_path_factory):
         "[sglang.srt.plugins]\nwatch = plugins.sglang.tests.watch:register\n"
     )
     on_cpu = DEVICE == "cpu"
-    paths = [ROOT, plugin, *([STUBS] if on_cpu and not find_spec("sgl_kernel") else [])]
+    paths = [ROOT, plugin, *([STUBS] if on_cpu and LACKS_KERNELS else [])]
     more = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return kept | {
@@ -145,7 +147,7 @@ def environment(tmp_path_factory):
 @pytest.fixture(scope="session")
 def stand_ins():
     """Lets this process import SGLang on a CPU, see ``environment``."""
-    if not find_spec("sgl_kernel"):
+    if LACKS_KERNELS:
         sys.path.append(str(STUBS))
     os.environ.update(ENVIRONMENT[DEVICE], HF_HUB_OFFLINE="1")
 

@@ -52,9 +52,9 @@ class Driver:
     def moved(self):
         """Return places of SGLang that are not where they were."""
         from topkv_engines.places import moved
-        from topkv_sglang.places import PLACES
+        from topkv_sglang.places import LATENT_PLACES, PLACES
 
-        return moved(PLACES, "cpu", "SGLang")
+        return moved(PLACES + LATENT_PLACES, "cpu", "SGLang")
 
     def answer(self, requests):
         """Run requests at a time; return what each got."""

@@ -42,7 +42,7 @@ class Scheduler:
         arguments: of SGLang.
 
     Attributes:
-        coordinator: of topkv; None in stock SGLang.
+        coordinator, requests: of topkv; None in stock SGLang.
         logits: of each token of each request, by name.
     """
 
@@ -66,6 +66,8 @@ class Scheduler:
             with patch.object(sglang_cell, "configure_scheduler_process"):  # it would kill others
                 self.engine = sglang_cell.Engine(given)
         self.coordinator, self.scheduler = self.engine.coordinator, self.engine.scheduler
+        session = getattr(self.scheduler.tp_worker.model_runner, "topkv_session", None)
+        self.requests = session and session.requests
         self.chunk = self.scheduler.chunked_prefill_size
         self.process, self.engine._process = self.engine._process, self.keep_logits
         self.logits, self.tokens = {}, {}
@@ -100,6 +102,11 @@ class Scheduler:
                 raise
         tokens = [self.tokens.pop(name) for name in names]
         return tokens, torch.stack([torch.stack(self.logits.pop(name)) for name in names])
+
+    def idle(self):
+        """Let the scheduler end what nothing has a row for any more."""
+        with self.use(self.context):
+            self.scheduler.on_idle()
 
     def drop_all(self):
         """Forget all requests, as the end of a scheduler's process would."""

@@ -11,9 +11,11 @@ import torch
 from topkv.errors import CapabilityError, ConfigError
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import registry
+from topkv.types import IndexerShape
 from topkv_sglang import engine_args
 from topkv_sglang.engine import SglangEngine
 from topkv_sglang.geometry import shape_of_layers
+from topkv_sglang.latent import latent_reasons
 from topkv_sglang.refusals import settings_of
 from topkv_sglang.versions import TESTED, version_reasons
 
@@ -115,6 +117,32 @@ def test_layers_that_are_not_alike_are_refused_together():
     assert kind.startswith("layer 1 has attention of type encoder_only")
     assert alike.startswith("expected layers alike")
     assert numbers == "expected a layer for each number from 0 on, got [0, 1, 3]"
+
+
+def test_rows_of_latent_attention_are_no_values():
+    """Values are the first elements of the rows that are keys."""
+    rows = [layer(n, tp_k_head_num=1, qk_head_dim=80, v_head_dim=64) for n in (0, 1)]
+    shape = shape_of_layers(rows, torch.float32, IndexerShape(4, 32))
+    assert (shape.attention, shape.head_dim, shape.value_dim) == ("mla", 80, 64)
+    with pytest.raises(CapabilityError, match="values of another size than keys"):
+        shape_of_layers(rows, torch.float32)
+
+
+def test_latent_attention_is_refused_but_for_models_with_an_indexer():
+    def reasons(device="cpu", kind="DeepseekV32ForCausalLM", **text):
+        model = SimpleNamespace(
+            hf_text_config=SimpleNamespace(**text),
+            hf_config=SimpleNamespace(architectures=[kind]),
+        )
+        return latent_reasons(SimpleNamespace(device=device), model)
+
+    assert not reasons(index_topk=16)
+    (without,) = reasons()
+    assert "no indexer" in without
+    (other,) = reasons(kind="HYV4ForCausalLM", index_topk=16)
+    assert "latent attention (MLA) of HYV4ForCausalLM; served is DeepseekV3ForCausalLM" in other
+    (on_gpu,) = reasons(device="cuda", index_topk=16)
+    assert "on a GPU" in on_gpu
 
 
 def test_a_model_object_is_refused_with_what_to_call():

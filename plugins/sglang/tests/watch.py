@@ -18,6 +18,7 @@ def register():
     """Hook the scheduler; SGLang calls this in each of its processes."""
     if not torch.cuda.is_available():
         pin_nothing()
+        torch.cuda.get_device_capability = hopper
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     scheduler = "sglang.srt.managers.scheduler"
@@ -25,6 +26,12 @@ def register():
     HookRegistry.register(f"{scheduler}.Scheduler.process_batch_result", look, HookType.BEFORE)
     HookRegistry.register(f"{state}.get_internal_state", show, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.Scheduler.__init__", extend, HookType.AFTER)
+
+
+def hopper(*device):
+    """Answer for a device that is not there: SGLang asks where a model has an indexer, and nothing
+    follows from it here."""
+    return 9, 0
 
 
 def pin_nothing():

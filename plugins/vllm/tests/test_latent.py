@@ -7,74 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from attrs import evolve
 
 from plugins.vllm.tests.answers import answers_of
 from plugins.vllm.tests.ranks import check_nothing_is_held, pools_of, ranks_of
+from tools.engines.tests.indexed import FAMILIES, SIZES, TOPK, Model, prompts_of
 from topkv.errors import CapabilityError
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import PLAIN_ROPE, check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PAGE, PAD, TOPK = 16, 0, 16
-
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 3,  # no experts, which vLLM serves where a first engine had some
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "index_topk": TOPK,
-    "index_head_dim": 32,
-    "index_n_heads": 16,  # enough that hardly a score is exactly 0
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "pad_token_id": PAD,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+PAGE = 16
 
 
-class Model:
-    """A tiny random model, saved.
-
-    Args:
-        family: ``"DeepseekV32"`` or ``"GlmMoeDsa"``, of Transformers.
-        path: of a folder.
-        changes: of ``SIZES``.
-    """
-
-    def __init__(self, family, path, **changes):
-        torch.manual_seed(0)
-        sizes = SIZES | changes
-        if family == "GlmMoeDsa":  # vLLM has other names for what its layers do
-            own = {"indexer_types": ["full", "shared", "full"], "index_topk_pattern": "FSF"}
-            sizes = sizes | own | {"indexer_rope_interleave": True}
-        config = getattr(transformers, f"{family}Config")(**sizes)
-        self.stock = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-        # The embedding of padding is 0, and 0 ties all scores should it ever be generated.
-        torch.nn.init.normal_(self.stock.get_input_embeddings().weight.data[PAD])
-        self.stock.save_pretrained(path)
-        self.path = str(path)
-
-    @torch.no_grad()
-    def answer(self, prompt, tokens):
-        """Tokens that the stock model generates."""
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        out = self.stock.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
-        return out[0, len(prompt) :].tolist()
-
-
-@pytest.fixture(scope="module", params=["DeepseekV32", "GlmMoeDsa"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def indexed(request, tmp_path_factory):
     """A model of each family."""
     pytest.importorskip("vllm")
@@ -103,10 +49,6 @@ def engine(served, indexed):
     """The model through vLLM."""
     settings, more = arguments_of(indexed)
     return served(settings, **more)
-
-
-def prompts_of(prompt, lengths, seed=0):
-    return [[token % 95 + 1 for token in prompt(length, seed)] for length in lengths]
 
 
 def test_tokens_are_those_of_the_stock_model(engine, indexed, prompt):
@@ -220,7 +162,7 @@ def test_latent_attention_without_an_indexer_is_refused(indexed, version):
 @pytest.fixture(scope="module")
 def wide(indexed, tmp_path_factory):
     """A model of DeepSeek-V3.2's own rows and index keys, which FlashMLA takes and no others."""
-    if not isinstance(indexed.stock.config, transformers.DeepseekV32Config):
+    if indexed.family != "DeepseekV32":
         pytest.skip("one family is enough")
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 64}
     return Model("DeepseekV32", tmp_path_factory.mktemp("wide"), **sizes)

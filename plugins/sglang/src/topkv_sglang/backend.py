@@ -80,5 +80,19 @@ class TopkvAttnBackend(AttentionBackend):  # type: ignore[misc]
         out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
         out[rows:].zero_()
         if rows:
-            self.session.attend(layer.layer_id, q[:rows], k[:rows], v[:rows], out[:rows])
+            self._attend_rows(layer, q[:rows], k[:rows], v[:rows], out[:rows])
         return out.view(len(q), -1)
+
+    def _attend_rows(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Attend the rows of requests."""
+        self.session.attend(layer.layer_id, q, k, v, out)
+
+
+class LatentAttnBackend(TopkvAttnBackend):
+    """Attends layers of latent attention, whose values are a part of their keys."""
+
+    def _attend_rows(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        index, layer.topkv_index = layer.topkv_index, None
+        if index is not None:
+            index = index.rows(slice(0, len(q)))
+        self.session.attend(layer.layer_id, q, k, k, out, index)

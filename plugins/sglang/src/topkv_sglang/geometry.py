@@ -13,9 +13,10 @@ from topkv.config import LoweredConfig, lower
 from topkv.config.settings import DEFAULTS
 from topkv.errors import CapabilityError
 from topkv.plugins import registry
-from topkv.types import ModelShape
+from topkv.types import IndexerShape, ModelShape
 from topkv_engines.memory import check_device, with_prompt_buffer
 from topkv_sglang.drafts import drafts_of
+from topkv_sglang.latent import indexer_of_config
 
 REFUSED = "SGLang cannot serve this through topkv"
 
@@ -23,6 +24,18 @@ REFUSED = "SGLang cannot serve this through topkv"
 def shape_of_config(model: Any, ranks: int = 1) -> ModelShape:
     """Shape of a model's attention layers on one of its tensor parallel ranks, by SGLang's
     ``ModelConfig``, before any layer is there."""
+    if model.attention_arch.name == "MLA":
+        return ModelShape(
+            num_layers=model.num_hidden_layers,
+            num_heads=model.num_attention_heads // ranks,
+            num_kv_heads=1,
+            head_dim=model.kv_lora_rank + model.qk_rope_head_dim,
+            dtype=model.dtype,
+            scale=model.scaling,
+            attention="mla",
+            value_dim=model.kv_lora_rank,
+            indexer=indexer_of_config(model),
+        )
     return ModelShape(
         num_layers=model.num_hidden_layers,
         num_heads=model.num_attention_heads // ranks,
@@ -33,38 +46,49 @@ def shape_of_config(model: Any, ranks: int = 1) -> ModelShape:
     )
 
 
-def shape_of_layers(layers: Iterable[Any], dtype: torch.dtype) -> ModelShape:
+def shape_of_layers(
+    layers: Iterable[Any], dtype: torch.dtype, indexer: IndexerShape | None = None
+) -> ModelShape:
     """Shape of a model by its attention layers.
 
     Args:
         layers: SGLang's ``RadixAttention``, in any order.
         dtype: of keys and values.
+        indexer: of the model, if its layers are of latent attention.
 
     Raises:
         CapabilityError: a layer attends in a way that topkv does not know, or they are not alike,
             or not numbered from 0; with every reason.
     """
     layers = sorted(layers, key=lambda layer: layer.layer_id)
-    reasons = [reason for layer in layers for reason in _layer_reasons(layer)]
+    latent = indexer is not None
+    reasons = [reason for layer in layers for reason in _layer_reasons(layer, latent)]
     kinds = {
-        (each.tp_q_head_num, each.tp_k_head_num, each.qk_head_dim, float(each.scaling))
+        (
+            *(each.tp_q_head_num, each.tp_k_head_num, each.qk_head_dim, each.v_head_dim),
+            float(each.scaling),
+        )
         for each in layers
     }
     if len(kinds) != 1:
         shown = ", ".join(map(str, sorted(kinds))) or "none"
         reasons.append(
-            f"expected layers alike in heads, kv-heads, head size and scale, got {shown}"
+            "expected layers alike in heads, kv-heads, sizes of keys and values, and scale, got "
+            f"{shown}"
         )
     numbers = [layer.layer_id for layer in layers]
     if numbers != [*range(len(layers))]:
         reasons.append(f"expected a layer for each number from 0 on, got {numbers}")
     if reasons:
         raise CapabilityError(REFUSED, reasons)
-    (heads, kv_heads, size, scale) = kinds.pop()
-    return ModelShape(len(layers), heads, kv_heads, size, dtype, scale)
+    (heads, kv_heads, size, value_size, scale) = kinds.pop()
+    shape = ModelShape(len(layers), heads, kv_heads, size, dtype, scale)
+    if not latent:
+        return shape
+    return evolve(shape, attention="mla", value_dim=value_size, indexer=indexer)
 
 
-def _layer_reasons(layer: Any) -> list[str]:
+def _layer_reasons(layer: Any, latent: bool) -> list[str]:
     window = layer.sliding_window_size
     refused = {
         f"a sliding window of {window} tokens": window not in (None, -1),
@@ -75,7 +99,7 @@ def _layer_reasons(layer: Any) -> list[str]:
         "chunks (iRoPE)": layer.use_irope,
         "a temperature by position": layer.xai_temperature_len > 0,
         f"positions of kind {layer.pos_encoding_mode}": layer.pos_encoding_mode != "NONE",
-        "values of another size than keys": layer.v_head_dim != layer.qk_head_dim,
+        "values of another size than keys": not latent and layer.v_head_dim != layer.qk_head_dim,
         "scales of a quantized cache": layer.k_scale is not None,
     }
     return [

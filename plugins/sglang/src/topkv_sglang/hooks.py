@@ -69,6 +69,14 @@ def resolve_attention(original: Hook, arguments: Any) -> None:
     declare_resolution(arguments, BACKEND, cuda_graph_config=config)
 
 
+def resolve_indexer(original: Hook, view: Any) -> dict[str, Any]:
+    """Leave arguments of SGLang's own sparse attention alone: a coordinator keeps rows, selects
+    and attends."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of
+
+    return {} if BACKEND in attention_backends_of(view) else dict(original(view))
+
+
 def plan_pool_growth(original: Hook, arguments: Any) -> bool:
     """Return False for topkv: SGLang's pool does not grow by what graphs have left."""
     from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolving_view
@@ -92,13 +100,19 @@ def load_model(original: Hook, runner: Any) -> None:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from topkv_sglang.geometry import lowered_for, shape_of_layers
+    from topkv_sglang.latent import attend_absorbed, indexer_of_config, latent_layers
     from topkv_sglang.refusals import settings_of
 
     _check_hooks()
     original(runner)
     model, arguments = runner.model_config, resolving_view(runner.server_args)
-    layers = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
-    shape = shape_of_layers(layers, model.dtype)
+    if runner.use_mla_backend:
+        attend_absorbed()
+        layers, indexer = latent_layers(runner.model), indexer_of_config(model)
+    else:
+        layers, indexer = [*runner.model.modules()], None
+        layers = [layer for layer in layers if isinstance(layer, RadixAttention)]
+    shape = shape_of_layers(layers, model.dtype, indexer)
     model.topkv_lowered = lowered_for(arguments, model, settings_of(arguments)[0], shape)
 
 
@@ -110,7 +124,7 @@ def make_backend(runner: Any) -> Any:
     """
     from topkv_engines.report import report
     from topkv_engines.session import Session
-    from topkv_sglang.backend import TopkvAttnBackend
+    from topkv_sglang.backend import LatentAttnBackend, TopkvAttnBackend
     from topkv_sglang.requests import ScheduledRequests
 
     rows = runner.req_to_token_pool
@@ -124,7 +138,7 @@ def make_backend(runner: Any) -> Any:
         session.warm_up()  # graphs are recorded next
     runner.topkv_session = session
     report(session.coordinator.config)
-    return TopkvAttnBackend(session)
+    return (LatentAttnBackend if runner.use_mla_backend else TopkvAttnBackend)(session)
 
 
 def init_new(original: Hook, kind: type, batch: Any, *more: Any, **named: Any) -> Any:
@@ -213,6 +227,8 @@ HOOKS: dict[str, Hook] = {
         resolve_attention
     ),
     "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned": plan_pool_growth,
+    "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default": resolve_indexer,
+    "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution": resolve_indexer,
     "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init": validate_beams,
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": init_new,
     f"{_RUNNER}load_model": load_model,

@@ -129,13 +129,15 @@ def match_ngrams(original: Hook, corpus: Any, *more: Any, **named: Any) -> Any:
     return drafts, chain_mask(mask, corpus.draft_token_num)
 
 
-def build_kv_pool(original: Hook, configurator: Any, **named: Any) -> Any:
-    """Make a pool of placeholders."""
-    if used():
-        from topkv_sglang.pools import PlaceholderPool
+def build_kv_pool(original: Hook, configurator: Any, *, sizes: Any, **named: Any) -> Any:
+    """Make a pool of placeholders, whatever a model's rows are."""
+    if not used():
+        return original(configurator, sizes=sizes, **named)
+    from topkv_sglang.pools import PlaceholderPool
 
-        named["mha_pool_class"] = PlaceholderPool
-    return original(configurator, **named)
+    return configurator._build_mha_kv_pool(
+        max_total_num_tokens=sizes.max_total_num_tokens, mha_pool_class=PlaceholderPool
+    )
 
 
 def checkpoint_into_tree(original: Hook, cache: Any, request: Any, **named: Any) -> None:
@@ -165,7 +167,7 @@ PLACE_HOOKS: dict[str, Hook] = {
     "sglang.srt.models.utils.enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
     f"{_POOLS}_resolve_memory_pool_config": resolve_memory_pool_config,
     f"{_POOLS}_build_default_req_pool": build_rows,
-    f"{_POOLS}_build_mha_kv_pool": build_kv_pool,
+    f"{_POOLS}_build_token_to_kv_pool": build_kv_pool,
     f"{_POOLS}_build_token_to_kv_pool_allocator": build_allocator,
     f"{_ALLOCATION}alloc_for_extend": alloc_for_extend,
     f"{_ALLOCATION}alloc_for_decode": alloc_for_decode,

@@ -228,9 +228,17 @@ PLACES = (
     ),
     Place(
         _CONFIGURATOR,
+        "KVCacheConfigurator._build_token_to_kv_pool",
+        "chooses the pool of a model",
+        ("sizes", "is_dsa_model", "is_dsv4_model", "req_to_token_pool"),
+        alone=True,
+    ),
+    Place(
+        _CONFIGURATOR,
         "KVCacheConfigurator._build_mha_kv_pool",
-        "makes the pool",
-        ("mha_pool_class",),
+        "makes it",
+        ("max_total_num_tokens", "mha_pool_class"),
+        alone=True,
     ),
     Place(
         "sglang.srt.model_executor.pool_configurator",
@@ -298,7 +306,7 @@ PLACES = (
         _RUNNER,
         "ModelRunner",
         "has what belongs to a model",
-        fields=("model", "model_config", "server_args", "req_to_token_pool"),
+        fields=("model", "model_config", "server_args", "req_to_token_pool", "use_mla_backend"),
     ),
     Place(
         "sglang.srt.managers.scheduler",
@@ -317,4 +325,73 @@ PLACES = (
         alone=True,
     ),
 )
-"""All places; options that are refused are read off the arguments too."""
+"""Places of all models; options that are refused are read off the arguments too."""
+
+_LATENT = "sglang.srt.models.deepseek_common"
+_INDEXER = (
+    *("n_heads", "head_dim", "rope_head_dim", "softmax_scale", "use_dsa_indexer_fusion", "wq_b"),
+    *("wk", "weights_proj", "wk_weights_proj", "k_norm", "rotary_emb"),
+)
+
+LATENT_PLACES = (
+    Place(
+        "sglang.srt.arg_groups.overrides",
+        "_dsa_kv_cache_dtype_default",
+        "chooses the dtype of rows",
+        ("view",),
+        alone=True,
+    ),
+    Place(
+        "sglang.srt.arg_groups.overrides",
+        "_dsa_split_backend_resolution",
+        "chooses kernels of SGLang's own sparse attention",
+        ("view",),
+        alone=True,
+    ),
+    Place(
+        "sglang.srt.configs.model_config",
+        "ModelConfig",
+        "describes rows",
+        fields=("kv_lora_rank", "qk_rope_head_dim", "scaling"),
+    ),
+    Place(
+        "sglang.srt.configs.model_config",
+        "dsa_layer_skips_topk",
+        "says which layers have an indexer",
+        ("config", "layer_id"),
+        alone=True,
+    ),
+    Place(
+        f"{_LATENT}.attention_backend_handler",
+        "AttentionBackendRegistry.register",
+        "says which method of attention a backend wants",
+        ("backend_name", "handler_func"),
+        alone=True,
+    ),
+    Place(
+        f"{_LATENT}.attention_forward_methods.forward_methods",
+        "AttnForwardMethod",
+        "names that of rows",
+        fields=("MLA",),
+    ),
+    Place(
+        "sglang.srt.models.deepseek_v2",
+        "DeepseekV2AttentionMLA",
+        "is a layer",
+        fields=("attn_mqa", "indexer"),
+    ),
+    Place(
+        "sglang.srt.layers.attention.dsa.dsa_indexer",
+        "Indexer.forward_cuda",
+        "runs an indexer",
+        ("x", "q_lora", "positions", "forward_batch", "layer_id"),
+        alone=True,
+    ),
+    Place(
+        "sglang.srt.layers.attention.dsa.dsa_indexer",
+        "Indexer",
+        "projects queries, keys and weights",
+        fields=_INDEXER,
+    ),
+)
+"""Places of latent attention, which models without it do not import."""

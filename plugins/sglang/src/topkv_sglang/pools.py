@@ -36,14 +36,15 @@ class RowPool(Rows, ReqToTokenPool):  # type: ignore[misc]
 
 
 class PlaceholderPool(NoOpMHATokenToKVPool):  # type: ignore[misc]
-    """Capacity in tokens, and one page of zeros a layer: keys and values are topkv's.
+    """Capacity in tokens, and an element for each of a page a layer: keys and values are topkv's.
 
     Args:
         more: as SGLang hands them over; nothing is ever copied within this pool.
     """
 
     def __init__(self, *more: Any, **named: Any) -> None:
-        super().__init__(*more, **{**named, "enable_kv_cache_copy": False})
+        small = {"head_num": 1, "head_dim": 1, "v_head_dim": 1, "enable_kv_cache_copy": False}
+        super().__init__(*more, **{**named, **small})
 
     def _refuse(self, *arguments: Any, **named: Any) -> NoReturn:
         """Refuse to take or to show keys and values: the attention backend has topkv keep them.

@@ -10,13 +10,14 @@ from topkv.assembly.assembly import make_plugins
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
-from topkv_engines.places import moved
+from topkv_engines.places import Place, moved
 from topkv_engines.ranks import rank_reasons
 from topkv_engines.refusals import prefix_reasons, room_reasons
 from topkv_sglang import places
 from topkv_sglang.args import BACKEND, OWNED, SETTINGS, pages_reasons
 from topkv_sglang.drafts import draft_reasons
 from topkv_sglang.geometry import REFUSED, lowered_for, pool_tokens, shape_of_config
+from topkv_sglang.latent import latent_reasons
 from topkv_sglang.ranks import kv_heads, split_reasons
 from topkv_sglang.versions import TESTED, version_reasons
 
@@ -42,9 +43,9 @@ def check(arguments: Any, model: Any, version: str) -> LoweredConfig:
         ConfigError, PluginError: the settings cannot; with every reason too.
     """
     reasons = version_reasons(version, arguments.device)
-    reasons += _model_reasons(model) + _option_reasons(arguments) + _rank_reasons(arguments)
-    reasons += draft_reasons(arguments)
-    reasons += _cache_reasons(arguments) + moved(places.PLACES, arguments.device, "SGLang")
+    reasons += _model_reasons(arguments, model) + _option_reasons(arguments)
+    reasons += _rank_reasons(arguments) + draft_reasons(arguments)
+    reasons += _cache_reasons(arguments) + moved(_places(model), arguments.device, "SGLang")
     settings, wrong = settings_of(arguments)
     reasons += wrong
     if reasons:  # lowering wants a model and options that make sense
@@ -58,6 +59,12 @@ def check(arguments: Any, model: Any, version: str) -> LoweredConfig:
     if reasons:
         raise CapabilityError(REFUSED, reasons)
     return lowered
+
+
+def _places(model: Any) -> tuple[Place, ...]:
+    """Places of SGLang that a model makes use of."""
+    latent = model.attention_arch.name == "MLA"
+    return places.PLACES + (places.LATENT_PLACES if latent else ())
 
 
 def settings_of(arguments: Any) -> tuple[SparseConfig, list[str]]:
@@ -81,24 +88,29 @@ def settings_of(arguments: Any) -> tuple[SparseConfig, list[str]]:
     return settings, reasons + pages_reasons(stated)
 
 
-def _model_reasons(model: Any) -> list[str]:
+def _model_reasons(arguments: Any, model: Any) -> list[str]:
     """Reasons against a kind of model; its layers are looked at when they are made."""
     text = model.hf_text_config
+    latent = model.attention_arch.name == "MLA"
     kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
+    if latent:
+        kinds -= {"indexed_attention"}  # Transformers' name of layers with an indexer
     found = {
         "is no generator of text": not model.is_generation,
         "is an encoder-decoder": model.is_encoder_decoder,
         "reads images or sound": model.is_multimodal,
-        "has latent attention (MLA)": model.attention_arch.name == "MLA",
         f"has layers of other kinds ({', '.join(sorted(kinds))})": kinds,
         "slides over a window": model.is_hybrid_swa
         or ("layer_types" not in vars(text) and model.sliding_window_size is not None),
         "attends in chunks": model.attention_chunk_size is not None,
         "has attention sinks": model.has_attention_sinks,
         "caps attention logits": getattr(text, "attn_logit_softcapping", None) is not None,
-        "has values of another size than keys": model.v_head_dim != model.head_dim,
+        "has values of another size than keys": not latent and model.v_head_dim != model.head_dim,
     }
-    return [f"the model {what}, which is not supported" for what, is_so in found.items() if is_so]
+    reasons = latent_reasons(arguments, model) if latent else []
+    return reasons + [
+        f"the model {what}, which is not supported" for what, is_so in found.items() if is_so
+    ]
 
 
 def _option_reasons(arguments: Any) -> list[str]:
