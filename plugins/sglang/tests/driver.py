@@ -102,6 +102,10 @@ class Driver:
         """Check topkv's pages and maps in the scheduler, see ``watch``."""
         self.engine.collective_rpc("check_integrity")
 
+    def check_pool_is_shared(self):
+        """Check that all ranks have one host pool, see ``watch``."""
+        self.engine.collective_rpc("check_pool_is_shared")
+
     def flush(self):
         """Empty the radix cache."""
         return bool(self.engine.flush_cache().success)

@@ -6,11 +6,17 @@ import os
 import random
 
 import pytest
+import torch
 
-from plugins.sglang.tests.conftest import DEFAULTS, STOCK
+from plugins.sglang.tests.conftest import DEFAULTS, DEVICE, STOCK
 from plugins.sglang.tests.lives import check_lives, draw_requests
+from plugins.sglang.tests.test_latent import SETTINGS
+from tools.engines.tests.indexed import YARN, Model, prompts_of
 
-pytestmark = pytest.mark.nightly
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="each rank wants a GPU"),
+]
 
 SPARSE = {"budget": 96, "buffer": 128, "unit": 16}
 
@@ -60,7 +66,8 @@ def test_tokens_are_those_of_one_rank_and_of_stock(of_two, served, stock, prompt
 def test_a_model_with_fewer_kv_heads_than_ranks(
     of_two, driven, arguments, save_model, prompt, tmp_path
 ):
-    """The second rank has a kv-head of zeros, which SGLang adds on a CPU."""
+    """The second rank has a copy of the kv-head and one host pool with the first one; on a CPU it
+    has a kv-head of zeros, which SGLang adds."""
     path = {"model_path": str(save_model(tmp_path, num_key_value_heads=1))}
     stock = driven()
     stock.do("start", arguments={**arguments, **STOCK, **path, "max_total_tokens": 2048})
@@ -68,4 +75,17 @@ def test_a_model_with_fewer_kv_heads_than_ranks(
     two = of_two(**path)
     assert two.answer(prompts, 24) == stock.answer(prompts, 24)
     stock.close()
+    if DEVICE == "cuda":
+        two.do("check_pool_is_shared")
+    two.check_nothing_is_held()
+
+
+def test_rows_of_latent_attention_stand_in_one_pool(of_two, prompt, tmp_path):
+    """Each rank has half of the heads, and selects and writes what the other one does."""
+    model = Model("DeepseekV32", tmp_path, rope_parameters=YARN)
+    two = of_two(SETTINGS, model_path=model.path, chunked_prefill_size=128)
+    prompts = prompts_of(prompt, (250, 1, 33, 130))
+    for _ in range(2):  # found prefixes, and pages that are used again
+        assert two.answer(prompts, 24) == [model.answer(each, 24) for each in prompts]
+    two.do("check_pool_is_shared")
     two.check_nothing_is_held()

@@ -47,8 +47,9 @@ def unpinned(make, *data, pin_memory=False, **named):
 
 
 def extend(made, scheduler, *more, **named):
-    """Let schedulers be asked whether their pages and maps add up."""
+    """Let schedulers be asked whether pages and maps add up, and whether ranks share a pool."""
     scheduler.check_integrity = lambda: everywhere(scheduler, check)
+    scheduler.check_pool_is_shared = lambda: everywhere(scheduler, check_pool_is_shared)
 
 
 def everywhere(scheduler, call):
@@ -64,6 +65,18 @@ def everywhere(scheduler, call):
     all_gather_object(errors, error, group=group.cpu_group)
     if any(errors):
         raise AssertionError(errors)
+
+
+def check_pool_is_shared(scheduler):
+    """Each rank reads what all ranks write to a page that is no request's."""
+    from torch.distributed import barrier
+
+    group, session = scheduler.tp_group, scheduler.tp_worker.model_runner.topkv_session
+    pool = session.coordinator.manager.host.bytes
+    pool[group.rank_in_group] = 100 + group.rank_in_group
+    barrier(group=group.cpu_group)
+    found = pool[: group.world_size].tolist()
+    assert found == [100 + rank for rank in range(group.world_size)], found
 
 
 def check(scheduler):

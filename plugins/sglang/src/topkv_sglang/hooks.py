@@ -122,9 +122,12 @@ def make_backend(runner: Any) -> Any:
     Raises:
         HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
     """
+    from attrs import evolve
+
     from topkv_engines.report import report
     from topkv_engines.session import Session
     from topkv_sglang.backend import LatentAttnBackend, TopkvAttnBackend
+    from topkv_sglang.ranks import host_file
     from topkv_sglang.requests import ScheduledRequests
 
     rows = runner.req_to_token_pool
@@ -133,7 +136,8 @@ def make_backend(runner: Any) -> Any:
         return [*session.requests.tokens] if session.requests else []
 
     session = Session(names, lambda coordinator: ScheduledRequests(coordinator, rows))
-    session.allocate(runner.model_config.topkv_lowered)
+    with host_file(runner.model_config) as file:
+        session.allocate(evolve(runner.model_config.topkv_lowered, host_file=file))
     if session.coordinator.config.device.type == "cuda":
         session.warm_up()  # graphs are recorded next
     runner.topkv_session = session

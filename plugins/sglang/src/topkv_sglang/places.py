@@ -97,6 +97,7 @@ PLACES = (
     Place(_ARGUMENTS, "model_config_of", "makes a model's configuration", ("server_args",)),
     Place(_ARGUMENTS, "attention_backends_of", "says which backends were asked for", ("cfg",)),
     Place("sglang.srt.runtime_context", "attention_backends", "says so in a scheduler"),
+    Place("sglang.srt.runtime_context", "get_parallel", "says which rank this is"),
     Place("sglang.srt.server_args", "ServerArgs", "has the arguments", fields=_GIVEN),
     Place("sglang.srt.configs.model_config", "ModelConfig", "describes a model", fields=_MODEL),
     Place("sglang.srt.layers.radix_attention", "RadixAttention", "is a layer", fields=_LAYER),

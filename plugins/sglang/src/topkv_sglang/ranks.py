@@ -1,13 +1,18 @@
 """Tensor parallel ranks of SGLang, see ``topkv_engines.ranks``.
 
-Each rank has a scheduler of its own, and all of them decide alike. On a CPU no two of them keep
-the same rows but with latent attention: where there are fewer kv-heads than ranks, SGLang adds
-heads of zeros.
+Each rank has a scheduler of its own, and all of them decide alike. Ranks keep the same rows with
+latent attention, and on a GPU where there are fewer kv-heads than ranks; on a CPU SGLang adds
+heads of zeros there.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch.distributed
+
+from topkv_engines.ranks import shared_file
 
 
 def split_reasons(arguments: Any, model: Any) -> list[str]:
@@ -25,6 +30,30 @@ def split_reasons(arguments: Any, model: Any) -> list[str]:
         f"{max(heads // ranks, 1)} of the {heads} kv-heads of the model; what is "
         "by kv-head, such as a file of a calibration, must be so too"
     ]
+
+
+def host_file(model: Any) -> AbstractContextManager[int | None]:
+    """Open the file of the host pool that ranks share, see ``shared_file``; None where each rank
+    has kv-heads of its own.
+
+    Args:
+        model: SGLang's ``ModelConfig``.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    ranks = parallel.tp_size
+    alike = ranks // kv_heads(model)
+    if alike < 2:
+        return nullcontext()
+    group = parallel.tp_group.cpu_group
+
+    def exchange(text: str) -> list[str]:
+        texts = [""] * ranks
+        torch.distributed.all_gather_object(texts, text, group=group)
+        return texts
+
+    return shared_file(parallel.tp_rank, alike, exchange)
 
 
 def kv_heads(model: Any) -> int:
