@@ -1,8 +1,8 @@
 """A tiny random Llama in float32, and engines of SGLang that serve it: stock, and through topkv.
 
-Each engine has a process of its own, see ``driver``, and takes a while to start; so tests that
-want the same one share it. Where SGLang is not installed, what needs it is skipped;
-``plugins/sglang/test.sh`` runs it in an environment that has it, and skips nothing.
+Most run in this process, see ``inside``, and tests that want the same one share it; what starts
+processes has one to itself, see ``driver``. Where SGLang is not installed, what needs it is
+skipped; ``plugins/sglang/test.sh`` runs it in an environment that has it, and skips nothing.
 
 Where torch sees a GPU all that needs SGLang runs on it, each test with CUDA graphs and without,
 and is marked ``gpu``: ``pytest -m gpu plugins/sglang``.
@@ -22,6 +22,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.sglang.tests.inside import Inside, Served
+from topkv_sglang import engine_args
 from topkv_sglang.versions import installed
 
 LONGEST, CHUNK, PAGE, VOCABULARY = 512, 96, 32, 512
@@ -53,9 +55,9 @@ ON_DEVICE = {"cpu": {"disable_cuda_graph": True}, "cuda": {"mem_fraction_static"
 """Arguments by the device: engines of many processes share a GPU."""
 
 MOST = 4
-"""Engines through topkv that are there at a time: each takes 2 GB with its processes."""
+"""Engines through topkv that are there at a time, on the device too."""
 
-NEEDS_SGLANG = {"served", "stock", "driven", "stand_ins", "needs_sglang"}
+NEEDS_SGLANG = {"driven", "stand_ins", "needs_sglang"}
 
 ROOT, STUBS = Path(__file__).parents[3], Path(__file__).parent / "stubs"
 
@@ -152,7 +154,7 @@ def stand_ins():
     os.environ.update(ENVIRONMENT[DEVICE], HF_HUB_OFFLINE="1")
 
 
-class Driven:
+class Driven(Served):
     """A process that obeys ``driver``.
 
     Args:
@@ -187,14 +189,17 @@ class Driven:
         assert "error" not in found, found
         return found["answer"]
 
-    def answer(self, prompts, tokens=16, **more):
-        """Return the tokens of each prompt; ``tokens`` of each, or of all alike."""
-        many = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
-        requests = [
-            {"prompt": prompt, "tokens": most, **more}
-            for prompt, most in zip(prompts, many, strict=True)
-        ]
-        return [each["tokens"] for each in self.do("answer", requests=requests)]
+    def run(self, requests):
+        """Run requests at a time; return what each got."""
+        return self.do("answer", requests=requests)
+
+    def flush(self):
+        """Empty the radix cache."""
+        return self.do("flush")
+
+    def check_integrity(self):
+        """Check topkv's pages and maps in the scheduler, see ``watch``."""
+        self.do("check_integrity")
 
     def idle(self):
         """Return the state of the scheduler once nothing is left to do."""
@@ -203,17 +208,6 @@ class Driven:
             if not (state["watched"]["rows"] or (state["topkv"] or {}).get("requests")):
                 break
             time.sleep(0.1)
-        return state
-
-    def check_nothing_is_held(self):
-        """Pages add up, and neither topkv nor SGLang has a request, a page that no cache keeps, or
-        a row."""
-        state = self.idle()
-        self.do("check_integrity")
-        assert state["watched"]["rows"] == 0
-        assert state["watched"]["tokens"] == 0
-        assert state["topkv"]["requests"] == 0
-        assert state["topkv"]["used_pages"] == 0
         return state
 
     def close(self):
@@ -259,11 +253,25 @@ def arguments(model):
 
 
 @pytest.fixture(scope="session")
-def stock(driven, arguments):
+def inside(stand_ins, arguments):
+    """Gives new engines in this process: ``inside(config, **arguments)``, without a configuration
+    stock SGLang."""
+
+    def make(config=None, **more):
+        given = {**arguments, "sleep_on_idle": False, "log_level": "error", **more}
+        given = {name: value for name, value in given.items() if value is not None}
+        if config is not None:
+            longest = given.pop("context_length")
+            given = engine_args({"max_request_tokens": longest, **DEFAULTS, **config}, **given)
+        return Inside(**given)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def stock(inside):
     """Stock SGLang."""
-    engine = driven()
-    engine.do("start", arguments={**arguments, **STOCK, "max_total_tokens": 4 * LONGEST})
-    return engine
+    return inside(**STOCK, max_total_tokens=4 * LONGEST)
 
 
 @pytest.fixture(scope="session")
@@ -273,24 +281,20 @@ def engines():
 
 
 @pytest.fixture(scope="session")
-def served(driven, arguments, engines, graphs):
+def served(inside, engines, graphs):
     """Gives engines through topkv, the same to all who ask for the same:
     ``served(settings, **arguments)``."""
 
     def make(settings=None, **more):
-        how = {} if graphs else {"disable_cuda_graph": True}
-        settings, more = {**DEFAULTS, **(settings or {})}, {**arguments, **how, **more}
-        more = {name: value for name, value in more.items() if value is not None}
-        if more.get("context_length"):
-            settings["max_request_tokens"] = more.pop("context_length")
+        more = {**({} if graphs else {"disable_cuda_graph": True}), **more}
+        settings = settings or {}
         key = json.dumps([settings, more], sort_keys=True)
         if key in engines:
             engines[key] = engines.pop(key)
             return engines[key]
         while len(engines) >= MOST:
             engines.pop(next(iter(engines))).close()
-        engines[key] = driven()
-        engines[key].do("start", arguments=more, config=settings)
+        engines[key] = inside(settings, **more)
         return engines[key]
 
     return make

@@ -1,23 +1,14 @@
-"""SGLang as the engine suite of the conformance kit wants to see it, see ``served_case``.
-
-A process of SGLang has one scheduler, and what its parts ask for is the process's. Here several
-take turns in one process: each has a context of its own, which is the process's while it runs.
-"""
+"""SGLang as the engine suite of the conformance kit wants to see it, see ``served_case``."""
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import torch
 
+from plugins.sglang.tests.inside import Inside
 from tools.engines.tests import served_case
 from tools.engines.tests.served_case import ServedCase
 from topkv.entries import Capabilities, PluginEntry
 from topkv_sglang.engine import SglangEngine
-
-GROUPS = ("TP", "ATTN_TP", "SHARED_EXPERTS_TP", "ATTN_CP", "DCP", "PP", "SELF_PP")
-GROUPS += ("MOE_DP", "MOE_EP", "MOE_TP")
-"""Names of SGLang's process groups, all of this process alone."""
 
 
 class Attaching(served_case.Attaching, SglangEngine):
@@ -35,42 +26,18 @@ ENTRY = PluginEntry(
 )
 
 
-class Scheduler:
-    """A scheduler of SGLang in this process.
+class WithLogits(Inside):
+    """An engine that keeps the logits of each token of each request.
 
     Args:
         arguments: of SGLang.
-
-    Attributes:
-        coordinator, requests: of topkv; None in stock SGLang.
-        logits: of each token of each request, by name.
     """
 
     def __init__(self, **arguments):
-        from sglang.srt.distributed import bootstrap, parallel_state
-        from sglang.srt.plugins import load_plugins
-        from sglang.srt.runtime_context import ParallelContext, RuntimeContext, use_context
-        from sglang.srt.server_args import ServerArgs
-
-        from topkv_bench import sglang_cell
-
-        load_plugins()
-        bootstrap.reset_parallel_initialised()
-        for name in GROUPS:
-            setattr(parallel_state, f"_{name}", None)
-        self.context, self.use = RuntimeContext(parallel=ParallelContext()), use_context
-        with self.use(self.context):
-            given = ServerArgs(**arguments)
-            given.resolve_once()
-            given.check_server_args()
-            with patch.object(sglang_cell, "configure_scheduler_process"):  # it would kill others
-                self.engine = sglang_cell.Engine(given)
-        self.coordinator, self.scheduler = self.engine.coordinator, self.engine.scheduler
-        session = getattr(self.scheduler.tp_worker.model_runner, "topkv_session", None)
-        self.requests = session and session.requests
+        super().__init__(**arguments)
         self.chunk = self.scheduler.chunked_prefill_size
         self.process, self.engine._process = self.engine._process, self.keep_logits
-        self.logits, self.tokens = {}, {}
+        self.logits = {}
 
     def keep_logits(self, batch, result):
         """Keep the logits of requests that have a token from a step, not a piece of a prompt."""
@@ -82,7 +49,6 @@ class Scheduler:
         for request, row in zip(requests, rows, strict=True):
             if len(request.output_ids) > before[request.rid]:
                 self.logits.setdefault(request.rid, []).append(row.double())
-                self.tokens[request.rid] = [*request.output_ids]
 
     def generate(self, prompts, steps, chunk):
         """Return tokens and logits of prompts that run at a time.
@@ -90,34 +56,11 @@ class Scheduler:
         Args:
             chunk: tokens of a piece of a prompt; SGLang cuts at pages, so one at least.
         """
-        page = self.scheduler.page_size
+        page, self.logits = self.scheduler.page_size, {}
         pages = chunk and max(chunk // page, 1) * page
         self.scheduler.chunked_prefill_size = pages or self.chunk
-        with self.use(self.context):
-            try:
-                names = [self.engine.send(prompt, steps) for prompt in prompts]
-                self.engine.loop(lambda batch: None)
-            except BaseException:
-                self.drop_all()
-                raise
-        tokens = [self.tokens.pop(name) for name in names]
-        return tokens, torch.stack([torch.stack(self.logits.pop(name)) for name in names])
-
-    def idle(self):
-        """Let the scheduler end what nothing has a row for any more."""
-        with self.use(self.context):
-            self.scheduler.on_idle()
-
-    def drop_all(self):
-        """Forget all requests, as the end of a scheduler's process would."""
-        scheduler = self.scheduler
-        scheduler.waiting_queue.clear()
-        scheduler.chunked_req = None
-        scheduler.running_batch = type(scheduler.running_batch)(reqs=[], batch_is_full=False)
-        scheduler.last_batch = scheduler.cur_batch_for_debug = None
-        self.engine._sent = []
-        assert scheduler.flush_cache()
-        scheduler.on_idle()
+        tokens = self.answer(prompts, steps)
+        return tokens, torch.stack([torch.stack(self.logits[name]) for name in self.asked])
 
 
 class SglangCase(ServedCase):

@@ -13,9 +13,9 @@ def draw_requests(draw, prompts, aborts=0.25, longest=30):
         aborts: how likely one is aborted.
         longest: tokens that one may generate.
     """
-    made, now = [], 0.0
+    made, now = [], 0
     for prompt in prompts:
-        now += draw.random() * 0.1
+        now += draw.randint(0, 3)
         request = {"prompt": prompt, "tokens": draw.randint(1, longest), "wait": now}
         if draw.random() < aborts:
             request["abort"] = draw.randint(0, request["tokens"] - 1)
@@ -29,7 +29,7 @@ def check_lives(engine, stock, requests):
     Returns:
         What each request got.
     """
-    got = engine.do("answer", requests=requests)
+    got = engine.run(requests)
     prompts, tokens = [each["prompt"] for each in requests], [each["tokens"] for each in requests]
     for request, mine, known in zip(requests, got, stock.answer(prompts, tokens), strict=True):
         # SGLang cuts no drafts off an answer that is aborted at its end.

@@ -38,7 +38,7 @@ def test_adapters(served, stock_lora, lora, prompt):
     requests = [
         {"prompt": asked, "tokens": 24, "adapter": adapter} for adapter in ("a", None, "b")
     ]
-    got = [each.do("answer", requests=requests) for each in (stock_lora, engine, engine)]
+    got = [each.run(requests) for each in (stock_lora, engine, engine)]
     tokens = [[each["tokens"] for each in wave] for wave in got]
     assert tokens[0] == tokens[1] == tokens[2]
     assert len({*map(tuple, tokens[0])}) == 3

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from plugins.sglang.tests.engine_case import ENTRY, Attaching, Scheduler, SglangCase
+from plugins.sglang.tests.engine_case import ENTRY, Attaching, SglangCase, WithLogits
 from tools.engines.tests.served_case import LONGEST
 from topkv_sglang import engine_args
 from topkv_testing.engines import EngineTests
@@ -52,7 +52,7 @@ class TestSglang(EngineTests):
         def start(**arguments):
             key = json.dumps(arguments, sort_keys=True)
             if key not in schedulers:
-                schedulers[key] = Scheduler(**ARGUMENTS, **arguments)
+                schedulers[key] = WithLogits(**ARGUMENTS, **arguments)
             return schedulers[key]
 
         def serve(path, config):

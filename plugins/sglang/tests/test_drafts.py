@@ -33,7 +33,7 @@ def test_drafts_are_kept_where_they_are_right(drafting, stock, prompt):
     expected = stock.answer(prompts, 40)
     for _ in range(2):
         requests = [{"prompt": each, "tokens": 40} for each in prompts]
-        got = drafting.do("answer", requests=requests)
+        got = drafting.run(requests)
         assert [each["tokens"] for each in got] == expected
         steps.append(sum(each["verified"] for each in got))
     assert steps[1] < 4 * 40 / 3 < steps[0]
@@ -44,7 +44,7 @@ def test_prefixes_are_found_behind_drafts(drafting, stock, prompt):
     """The next turn of a chat finds what was drafted and kept, and nothing that was rejected."""
     chat = prompt(70, 71)
     for _ in range(3):
-        (got,) = drafting.do("answer", requests=[{"prompt": chat, "tokens": 40}])
+        (got,) = drafting.run([{"prompt": chat, "tokens": 40}])
         assert [got["tokens"]] == stock.answer([chat], 40)
         chat = [*chat, *got["tokens"], *prompt(9, 72)]
     assert got["found"] >= 128

@@ -15,8 +15,8 @@ def test_installed_and_not_used_it_changes_nothing(driven, arguments, stock, pro
     texts = [prompt(length, 50) for length in (5, 150, 150, 64)]
     requests = [{"prompt": each, "tokens": 12} for each in [*texts, texts[1]]]
     stock.idle()
-    assert stock.do("flush")
-    assert plain.do("answer", requests=requests) == stock.do("answer", requests=requests)
+    assert stock.flush()
+    assert plain.run(requests) == stock.run(requests)
     states = [engine.idle() for engine in (plain, stock)]
     assert all(state["topkv"] is None for state in states)
     assert states[0]["watched"]["tokens"] == states[1]["watched"]["tokens"] == 0

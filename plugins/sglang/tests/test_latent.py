@@ -8,11 +8,10 @@ import torch
 from attrs import evolve
 
 from plugins.sglang.tests.conftest import DEFAULTS, DEVICE
-from plugins.sglang.tests.engine_case import Scheduler
+from plugins.sglang.tests.inside import Inside
 from plugins.sglang.tests.watch import hopper
 from tools.engines.tests.indexed import FAMILIES, SIZES, TOPK, YARN, Model, prompts_of
 from topkv_sglang import engine_args, latent
-from topkv_testing.integrity import check_integrity
 
 PAGE = 64
 
@@ -30,7 +29,7 @@ SETTINGS["page_tokens"] = PAGE
 
 @pytest.fixture(scope="module")
 def start(indexed, stand_ins, arguments, graphs):
-    """Starts a scheduler of the model: ``start()``."""
+    """Starts an engine of the model: ``start()``."""
     how = {"model_path": indexed.path, "chunked_prefill_size": 128, "log_level": "error"}
     how |= {} if graphs else {"disable_cuda_graph": True}
     given = {**arguments, **how}
@@ -40,48 +39,37 @@ def start(indexed, stand_ins, arguments, graphs):
         with pytest.MonkeyPatch.context() as patch:
             if DEVICE == "cpu":
                 patch.setattr(torch.cuda, "get_device_capability", hopper)
-            return Scheduler(**engine_args(settings, **given))
+            return Inside(**engine_args(settings, **given))
 
     return make
 
 
 @pytest.fixture(scope="module")
-def scheduler(start):
-    """One scheduler of the model for all tests."""
+def engine(start):
+    """One for all tests."""
     return start()
 
 
-def check_nothing_is_held(scheduler):
-    scheduler.idle()
-    check_integrity(scheduler.coordinator)
-    assert not [*scheduler.requests.held]
-
-
-def test_tokens_are_those_of_the_stock_model(scheduler, indexed, prompt):
+def test_tokens_are_those_of_the_stock_model(engine, indexed, prompt):
     """Requests run beside each other, more than run at a time, with selections far below the
     context; steps mix chunks of prompts with decoding."""
     prompts = prompts_of(prompt, (250, 1, 33, 16, 17, 100, 300))
-    got, _ = scheduler.generate(prompts, 24, None)
-    assert got == [indexed.answer(each, 24) for each in prompts]
-    assert scheduler.coordinator.transfers_of().misses > 0
-    check_nothing_is_held(scheduler)
+    assert engine.answer(prompts, 24) == [indexed.answer(each, 24) for each in prompts]
+    assert engine.check_nothing_is_held()["topkv"]["misses"] > 0
 
 
-def test_prompts_that_begin_like_others(scheduler, indexed, prompt):
+def test_prompts_that_begin_like_others(engine, indexed, prompt):
     """Rows and index keys of pages that the radix cache has found are those that were computed,
     and pages are replaced by equal ones."""
     (base,) = prompts_of(prompt, (200,), seed=3)
     for tail in (0, 40, 40, 150):
-        before = scheduler.requests.found
         prompts = [base + each for each in prompts_of(prompt, (tail + 1, tail + 9), seed=tail)]
-        got, _ = scheduler.generate(prompts, 12, 64)
-        assert got == [indexed.answer(each, 12) for each in prompts]
-    assert scheduler.requests.found >= before + 2 * 192
-    check_nothing_is_held(scheduler)
+        assert engine.answer(prompts, 12) == [indexed.answer(each, 12) for each in prompts]
+    assert engine.check_nothing_is_held()["topkv"]["found_tokens"] >= 6 * 192
 
 
-def test_sglang_itself_keeps_one_element_a_token_and_layer(scheduler):
-    pool = scheduler.scheduler.token_to_kv_pool_allocator.get_kvcache()
+def test_sglang_itself_keeps_one_element_a_token_and_layer(engine):
+    pool = engine.scheduler.token_to_kv_pool_allocator.get_kvcache()
     held = [each.nbytes for each in pool.k_buffer]
     assert held == [4 * PAGE] * SIZES["num_hidden_layers"]
 
@@ -104,4 +92,4 @@ def test_a_mutant_is_caught(mutant, start, indexed, prompt, monkeypatch):
 
     monkeypatch.setattr(latent, "_project", mutated)
     (each,) = prompts_of(prompt, (100,))
-    assert start().generate([each], 30, None)[0] != [indexed.answer(each, 30)]
+    assert start().answer([each], 30) != [indexed.answer(each, 30)]

@@ -34,7 +34,7 @@ def test_arrivals_and_aborts_in_random_order(served, stock, prompt):
         text = draw.choice(texts[-8:])[: draw.randint(20, 250)]
         texts.append(text + prompt(draw.randint(1, 80), len(texts)))
     engine = served(disable_overlap_schedule=False)
-    got = check_lives(engine, stock, draw_requests(draw, texts))
+    got = check_lives(engine, stock, draw_requests(draw, texts, aborts=0.4))
     assert sum(each["ended"]["type"] == "abort" for each in got) > 3
     assert sum(each["found"] for each in got) > 12 * PAGE
 

@@ -14,7 +14,7 @@ def cached(served):
     def make(**arguments):
         engine = served(disable_overlap_schedule=False, **arguments)
         engine.idle()
-        assert engine.do("flush")
+        assert engine.flush()
         return engine
 
     return make
@@ -22,7 +22,7 @@ def cached(served):
 
 def asked(engine, prompt, tokens=8):
     """Tokens that one request generates, alone, and how many of its prompt were found."""
-    (got,) = engine.do("answer", requests=[{"prompt": prompt, "tokens": tokens}])
+    (got,) = engine.run([{"prompt": prompt, "tokens": tokens}])
     return got["tokens"], got["found"]
 
 
@@ -30,7 +30,7 @@ def test_prompts_that_begin_like_others(cached, stock, prompt):
     """The first prompt comes again, with another suffix, cut at the end of a page, and longer."""
     engine, base = cached(), prompt(160, 21)
     stock.idle()
-    assert stock.do("flush")
+    assert stock.flush()
     prompts = [base, base, base[:130] + prompt(60, 22), base[:96], base + prompt(200, 23)]
     mine, known = ([asked(each, text) for text in prompts] for each in (engine, stock))
     assert mine == known
@@ -67,7 +67,7 @@ def test_the_cache_is_flushed(cached, stock, prompt):
     for found in (0, 128):
         assert asked(engine, base, 12) == (expected[0], found)
     engine.idle()
-    assert engine.do("flush")
+    assert engine.flush()
     assert asked(engine, base, 12) == (expected[0], 0)
     engine.check_nothing_is_held()
 

@@ -97,13 +97,16 @@ def look(scheduler, batch, *more, **named):
 
 def show(output, controller, *more, **named):
     """Add counts to the state of a scheduler, and what SGLang has free."""
-    scheduler = controller.scheduler
+    output.internal_state["watched"] = {**SEEN, **watched(controller.scheduler)}
+    return output
+
+
+def watched(scheduler):
+    """Return rows and tokens that SGLang has given out, and how it runs."""
     rows, pool = scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator
-    output.internal_state["watched"] = {
-        **SEEN,
+    return {
         "rows": rows.size - len(rows.free_slots),
         "tokens": pool.size - pool.available_size() - scheduler.tree_cache.evictable_size(),
         "capacity": pool.size,
         "overlap": scheduler.enable_overlap,
     }
-    return output
