@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plugins.sglang.tests.conftest import STOCK
+from plugins.sglang.tests.conftest import DEFAULTS, STOCK
 from tools.engines.tests.adapters import save_adapter
 
 pytestmark = [
@@ -31,10 +31,20 @@ def stock_lora(driven, arguments, lora):
     return engine
 
 
-def test_adapters(served, stock_lora, lora, prompt):
+@pytest.fixture(scope="module")
+def served_lora(driven, arguments, lora):
+    """Topkv with adapters."""
+    given = {**arguments, **lora}
+    config = {**DEFAULTS, "max_request_tokens": given.pop("context_length")}
+    engine = driven()
+    engine.do("start", arguments=given, config=config)
+    return engine
+
+
+def test_adapters(served_lora, stock_lora, prompt):
     """Requests with one adapter, another one and none in a batch, and again, when all but one
     page of each is found: each has the tokens of its adapter."""
-    engine, asked = served(**lora), prompt(97, 50)
+    engine, asked = served_lora, prompt(97, 50)
     requests = [
         {"prompt": asked, "tokens": 24, "adapter": adapter} for adapter in ("a", None, "b")
     ]
