@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from plugins.sglang.tests.lives import check_lives, draw_requests
+from plugins.sglang.tests.lives import check_answers, check_lives, draw_requests
 
 PAGE, LONGEST = 32, 512
 
@@ -43,6 +43,26 @@ def test_arrivals_and_aborts_in_a_small_pool(tight, stock, prompt):
     draw = random.Random(7)
     prompts = [prompt(draw.randint(1, 250), n) for n in range(16)]
     check_lives(tight, stock, draw_requests(draw, prompts))
+
+
+@pytest.mark.nightly
+def test_two_hundred_random_requests(served, stock, model, prompt, monkeypatch):
+    """Prompts of all lengths, half of which begin like others; one is retracted now and then."""
+    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT_INTERVAL", 20)
+    draw, texts = random.Random(11), [prompt(60, 9)]
+    while len(texts) < 200:
+        text = draw.choice(texts[-8:])[: draw.randint(20, 250)] if draw.random() < 0.5 else []
+        texts.append(text + prompt(draw.randint(1, 120), len(texts)))
+    requests = draw_requests(draw, texts, aborts=0.3, longest=60)
+    engine = served(max_total_tokens=2 * LONGEST, disable_overlap_schedule=False)
+    with monkeypatch.context() as often:
+        often.setattr("sglang.srt.managers.scheduler.TEST_RETRACT", True)
+        got = engine.run(requests)
+    engine.check_nothing_is_held()
+    check_answers(got, stock, requests, model)
+    assert sum(each["ended"]["type"] == "abort" for each in got) > 20
+    assert sum(each["retracted"] for each in got) > 20
+    assert sum(each["found"] for each in got) > 20 * PAGE
 
 
 def test_retracted_requests_go_on(tight, stock, prompt):
