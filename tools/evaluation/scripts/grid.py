@@ -50,8 +50,9 @@ MEANS = ("kl", "nll_change", "agreement", "recall", "exact_recall")
 BYTES = ("device_bytes_per_token", "link_bytes_per_token", "context_bytes")
 LEFT_OUT = {
     *("key", "seconds", "decode_seconds", "index_tokens", "with_index_percent"),
-    *("metadata_bytes", "host_kv_bytes"),
+    *("metadata_bytes", "host_kv_bytes", "selected_units", "loaded_units"),
     *("nll_low", "nll_high", "recall_low", "recall_high", "agreement_low", "agreement_high"),
+    *("nll_change_low", "nll_change_high"),
 }
 """Fields that results lack: times of a device that processes share, what follows from others, and
 intervals that nobody reads."""
