@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -71,3 +73,27 @@ def test_what_sglang_cannot_measure_is_refused_together(monkeypatch):
     assert result.exit_code == 2
     reported = ("SGLang is not installed", "--queries", "--fill pool", "so one rank", "--profile")
     assert all(reason in result.stderr for reason in reported), result.stderr
+
+
+@needs_sglang
+def test_bytes_of_stock_latent_attention():
+    """DeepSeek-V3.2 has 512 latent and 64 rotated elements, and index keys of 128; of four layers
+    the second and the last have no indexer."""
+    code = """
+import torch
+from types import SimpleNamespace as Names
+from topkv_bench.sglang_cell import token_bytes
+text = Names(architectures=["DeepseekV32ForCausalLM"], index_topk=2048, index_n_heads=64)
+text.index_head_dim, text.index_topk_pattern = 128, "FSFS"
+model = Names(hf_text_config=text, num_hidden_layers=4, num_attention_heads=128, scaling=0.1)
+model.attention_arch, model.dtype = Names(name="MLA"), torch.bfloat16
+model.kv_lora_rank, model.qk_rope_head_dim = 512, 64
+for kept in ("fp8_e4m3", "bfloat16"):
+    print(token_bytes(Names(kv_cache_dtype=kept), model))
+"""
+    paths = os.pathsep.join([str(STUBS), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
+    )
+    assert [*map(int, found.stdout.split()[-2:])] == [4 * 656 + 2 * 132, 4 * 1152 + 2 * 132]

@@ -74,15 +74,23 @@ def expected_bytes(arguments: Any, model: Any, contestant: str) -> int:
         CapabilityError: topkv refuses the model or its settings.
     """
     if contestant == "dense":
-        return int(arguments.max_total_tokens) * _token_bytes(model)
+        return int(arguments.max_total_tokens) * token_bytes(arguments, model)
     return SparseCoordinator.required_bytes(check(arguments, model, __version__)).device
 
 
-def _token_bytes(model: Any) -> int:
-    """Return the bytes of keys and values of a token of stock SGLang in all layers."""
+def token_bytes(arguments: Any, model: Any) -> int:
+    """Return the bytes of a token in all layers of stock SGLang: keys and values, or a row of
+    latent attention and keys of indexers in 8 bits, both with a scale for 128 elements."""
     shape = shape_of_config(model)
-    row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-    return int(shape.num_layers * row)
+    if shape.indexer is None:
+        row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        return int(shape.num_layers * row)
+    row, size = shape.head_dim * shape.dtype.itemsize, shape.indexer.head_dim
+    if arguments.kv_cache_dtype == "fp8_e4m3":
+        turned = model.qk_rope_head_dim * shape.dtype.itemsize
+        row = model.kv_lora_rank + model.kv_lora_rank // 128 * 4 + turned
+    indexers = sum(map(shape.indexer.selects_for, shape.layers))
+    return int(shape.num_layers * row + indexers * (size + size // 128 * 4))
 
 
 def resolved(asked: dict[str, Any]) -> ServerArgs:
