@@ -20,7 +20,7 @@ GROUPS += ("MOE_DP", "MOE_EP", "MOE_TP")
 
 
 class Served:
-    """What tests ask of an engine, in this process or another one."""
+    """Questions of tests to an engine, in this process or another one."""
 
     def answer(self, prompts, tokens=16, **more):
         """Return the tokens of each prompt; ``tokens`` of each, or of all alike."""

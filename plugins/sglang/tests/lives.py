@@ -51,8 +51,8 @@ def check_answers(got, stock, requests, model=None):
 
 
 def is_tie(model, prompt, one, other):
-    """Return True if the first tokens that differ have logits in float64 that float32 could not
-    tell apart."""
+    """Return True if the first tokens that differ have logits in float64 that may change places
+    in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
