@@ -26,7 +26,7 @@ if ! [ "$done" -nt plugins/sglang/test.sh -a "$done" -nt plugins/sglang/pyprojec
         hatchling editables attrs pluggy click rich pytest pytest-xdist hypothesis
     folders=(core tools/authoring tools/bench tools/dropping tools/engines tools/prediction tools/prefixes tools/cli
         tools/testing plugins/transformers plugins/sglang plugins/quest plugins/triton_attention plugins/clusterkv plugins/snapkv
-        plugins/streaming_llm plugins/stalls plugins/deepseek_dsa plugins/triton_topk)
+        plugins/streaming_llm plugins/stalls plugins/deepseek_dsa plugins/triton_topk plugins/fp8_host_format)
     "${pip[@]}" install --no-deps --no-build-isolation "${folders[@]/#/-e./}"
     touch "$done"
 fi
