@@ -129,20 +129,24 @@ def test_rows_of_latent_attention_are_no_values():
 
 
 def test_latent_attention_is_refused_but_for_models_with_an_indexer():
-    def reasons(device="cpu", kind="DeepseekV32ForCausalLM", **text):
+    def reasons(device="cpu", kind="DeepseekV32ForCausalLM", lora=False, **text):
         model = SimpleNamespace(
             hf_text_config=SimpleNamespace(**text),
             hf_config=SimpleNamespace(architectures=[kind]),
         )
-        return latent_reasons(SimpleNamespace(device=device), model)
+        given = SimpleNamespace(device=device, enable_lora=lora, lora_paths=None)
+        return "\n".join(latent_reasons(given, model))
 
-    assert not reasons(index_topk=16)
-    (without,) = reasons()
-    assert "no indexer" in without
-    (other,) = reasons(kind="HYV4ForCausalLM", index_topk=16)
-    assert "latent attention (MLA) of HYV4ForCausalLM; served is DeepseekV3ForCausalLM" in other
-    (on_gpu,) = reasons(device="cuda", index_topk=16)
-    assert "on a GPU" in on_gpu
+    assert not reasons(index_topk=16, index_kpool=1, index_init_tokens=0)
+    assert "(MLA) without an indexer" in reasons()
+    served = "(MLA) of HYV4ForCausalLM; served is DeepseekV3ForCausalLM"
+    assert served in reasons(kind="HYV4ForCausalLM", index_topk=16)
+    assert "would not reach the indexer" in reasons(lora=True, index_topk=16)
+    changed = {"index_kpool": 4, "index_init_tokens": 1, "index_local_tokens": 1}
+    every = reasons("cuda", "HYV4ForCausalLM", lora=True, learnable_sink=True, **changed)
+    assert "on a GPU" in every
+    assert "with index_kpool = 4" in every
+    assert len(every.splitlines()) == 8
 
 
 def test_a_model_object_is_refused_with_what_to_call():

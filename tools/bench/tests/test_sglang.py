@@ -78,7 +78,7 @@ def test_what_sglang_cannot_measure_is_refused_together(monkeypatch):
 @needs_sglang
 def test_bytes_of_stock_latent_attention():
     """DeepSeek-V3.2 has 512 latent and 64 rotated elements, and index keys of 128; of four layers
-    the second and the last have no indexer."""
+    the second and the last have no indexer, or none has."""
     code = """
 import torch
 from types import SimpleNamespace as Names
@@ -90,10 +90,13 @@ model.attention_arch, model.dtype = Names(name="MLA"), torch.bfloat16
 model.kv_lora_rank, model.qk_rope_head_dim = 512, 64
 for kept in ("fp8_e4m3", "bfloat16"):
     print(token_bytes(Names(kv_cache_dtype=kept), model))
+text.index_topk = None
+print(token_bytes(Names(kv_cache_dtype="auto"), model))
 """
     paths = os.pathsep.join([str(STUBS), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1"}
     found = subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
     )
-    assert [*map(int, found.stdout.split()[-2:])] == [4 * 656 + 2 * 132, 4 * 1152 + 2 * 132]
+    keys = 2 * 132
+    assert [*map(int, found.stdout.split()[-3:])] == [4 * 656 + keys, 4 * 1152 + keys, 4 * 1152]

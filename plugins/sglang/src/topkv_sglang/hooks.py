@@ -110,8 +110,8 @@ def load_model(original: Hook, runner: Any) -> None:
         attend_absorbed()
         layers, indexer = latent_layers(runner.model), indexer_of_config(model)
     else:
-        layers, indexer = [*runner.model.modules()], None
-        layers = [layer for layer in layers if isinstance(layer, RadixAttention)]
+        modules, indexer = runner.model.modules(), None
+        layers = [module for module in modules if isinstance(module, RadixAttention)]
     shape = shape_of_layers(layers, model.dtype, indexer)
     model.topkv_lowered = lowered_for(arguments, model, settings_of(arguments)[0], shape)
 

@@ -22,6 +22,16 @@ CLASSES = ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausa
 """Classes of models whose latent attention is served, where they have an indexer."""
 
 
+PLAIN = {
+    "index_kpool": 1,
+    "index_init_tokens": 0,
+    "index_local_tokens": 0,
+    "learnable_sink": False,
+}
+"""Fields of a model's configuration by which an indexer would select others, or rows attend to
+more, and their values where nothing of that happens."""
+
+
 def latent_reasons(arguments: Any, model: Any) -> list[str]:
     """Reasons against a model with latent attention.
 
@@ -30,23 +40,40 @@ def latent_reasons(arguments: Any, model: Any) -> list[str]:
         model: SGLang's ``ModelConfig``.
     """
     text, kind = model.hf_text_config, model.hf_config.architectures[0]
-    if arguments.device != "cpu":
-        return ["not supported: latent attention (MLA) on a GPU, which was not run yet"]
-    if kind not in CLASSES:
-        return [f"the model has latent attention (MLA) of {kind}; served is {', '.join(CLASSES)}"]
-    if getattr(text, "index_topk", None) is None:
-        return ["the model has latent attention (MLA) and no indexer, which is not supported"]
-    return []
+    fields = {name: getattr(text, name, None) for name in PLAIN}
+    found = {
+        f"of {kind}; served is {', '.join(CLASSES)}": kind not in CLASSES,
+        "without an indexer": not has_indexer(model),
+        "on a GPU, which was not run yet": arguments.device != "cpu",
+        "with adapters (enable_lora), which would not reach the indexer": arguments.enable_lora
+        or arguments.lora_paths,
+    }
+    found |= {
+        f"with {name} = {value}": value not in (None, PLAIN[name])
+        for name, value in fields.items()
+    }
+    return [f"not supported: latent attention (MLA) {what}" for what, so in found.items() if so]
 
 
-def indexer_of_config(model: Any) -> IndexerShape:
-    """Geometry of the indexers of a model with latent attention.
+def has_indexer(model: Any) -> bool:
+    """Return True if layers of a model select for themselves.
+
+    Args:
+        model: SGLang's ``ModelConfig``.
+    """
+    return getattr(model.hf_text_config, "index_topk", None) is not None
+
+
+def indexer_of_config(model: Any) -> IndexerShape | None:
+    """Geometry of the indexers of a model with latent attention; None where it has none.
 
     Args:
         model: SGLang's ``ModelConfig``.
     """
     from sglang.srt.configs.model_config import dsa_layer_skips_topk
 
+    if not has_indexer(model):
+        return None
     text, layers = model.hf_text_config, range(model.num_hidden_layers)
     own = tuple(layer for layer in layers if not dsa_layer_skips_topk(text, layer))
     some = None if len(own) == len(layers) else own

@@ -82,14 +82,16 @@ def token_bytes(arguments: Any, model: Any) -> int:
     """Return the bytes of a token in all layers of stock SGLang: keys and values, or a row of
     latent attention and keys of indexers in 8 bits, both with a scale for 128 elements."""
     shape = shape_of_config(model)
-    if shape.indexer is None:
+    if shape.attention != "mla":
         row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
         return int(shape.num_layers * row)
-    row, size = shape.head_dim * shape.dtype.itemsize, shape.indexer.head_dim
+    row = shape.head_dim * shape.dtype.itemsize
     if arguments.kv_cache_dtype == "fp8_e4m3":
         turned = model.qk_rope_head_dim * shape.dtype.itemsize
         row = model.kv_lora_rank + model.kv_lora_rank // 128 * 4 + turned
-    indexers = sum(map(shape.indexer.selects_for, shape.layers))
+    if shape.indexer is None:
+        return int(shape.num_layers * row)
+    size, indexers = shape.indexer.head_dim, sum(map(shape.indexer.selects_for, shape.layers))
     return int(shape.num_layers * row + indexers * (size + size // 128 * 4))
 
 
