@@ -81,7 +81,8 @@ def indexer_of_config(model: Any) -> IndexerShape | None:
 
 
 def attend_absorbed() -> None:
-    """Have SGLang's layers of latent attention hand over rows, of prompts too."""
+    """Let SGLang's layers of latent attention hand rows to the attention backend, for prompts too;
+    its default for a prompt is keys and values of each head."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
     )
@@ -93,7 +94,8 @@ def attend_absorbed() -> None:
 
 
 def latent_layers(model: Any) -> list[Any]:
-    """Layers of a model in which rows are attended to, with indexers that select nothing.
+    """Return the layers in which a model attends to rows. Their indexers project from now on, and
+    select nothing.
 
     Args:
         model: SGLang's, once it is loaded.
