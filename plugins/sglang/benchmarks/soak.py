@@ -150,7 +150,7 @@ class Load:
             "found_tokens": state["found_tokens"],
             "replaced_pages": state["replaced_pages"],
             "resident_bytes": memory.rss,
-            "gpu_bytes": _gpu_bytes(),
+            "gpu_bytes": _gpu_bytes(self.scheduler.pid),
         }
 
     def _state(self) -> dict[str, Any]:
@@ -163,12 +163,16 @@ def _title(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
 
 
-def _gpu_bytes() -> int:
-    """Bytes of the first GPU that are in use, whoever has them; 0 where there is none."""
+def _gpu_bytes(process: int) -> int:
+    """Bytes of the first GPU that a process has; 0 where there is none."""
     if not torch.cuda.is_available():
         return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    import pynvml
+
+    pynvml.nvmlInit()
+    running = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    (found,) = (int(each.usedGpuMemory) for each in running if each.pid == process)
+    return found
 
 
 def main() -> None:
