@@ -51,7 +51,7 @@ ENVIRONMENT = {"cpu": {"SGLANG_USE_CPU_ENGINE": "1"}, "cuda": {"TRITON_F32_DEFAU
 ENVIRONMENT["cuda"]["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
 """Variables by the device: SGLang's kernels of norms and rotations have no float32 on a GPU."""
 
-ON_DEVICE = {"cpu": {"disable_cuda_graph": True}, "cuda": {"mem_fraction_static": 0.06}}
+ON_DEVICE = {"cpu": {"disable_cuda_graph": True}, "cuda": {"mem_fraction_static": 0.2}}
 """Arguments by the device: engines of many processes share a GPU."""
 
 MOST = 4

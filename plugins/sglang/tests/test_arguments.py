@@ -144,9 +144,8 @@ def test_latent_attention_is_refused_but_for_models_with_an_indexer():
     assert "would not reach the indexer" in reasons(lora=True, index_topk=16)
     changed = {"index_kpool": 4, "index_init_tokens": 1, "index_local_tokens": 1}
     every = reasons("cuda", "HYV4ForCausalLM", lora=True, learnable_sink=True, **changed)
-    assert "on a GPU" in every
     assert "with index_kpool = 4" in every
-    assert len(every.splitlines()) == 8
+    assert len(every.splitlines()) == 7
 
 
 def test_a_model_object_is_refused_with_what_to_call():

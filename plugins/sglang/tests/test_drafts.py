@@ -5,13 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from plugins.sglang.tests.lives import check_lives, draw_requests
-
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="drafts are refused on a GPU until they were run there"
-)
 
 NGRAM = {
     "speculative_algorithm": "NGRAM",

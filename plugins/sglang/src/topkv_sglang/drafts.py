@@ -36,8 +36,6 @@ def draft_reasons(arguments: Any) -> list[str]:
         return []
     if method != METHOD:
         return [f"not supported: speculative decoding ({method}); say {METHOD}"]
-    if arguments.device != "cpu":
-        return ["not supported: speculative decoding on a GPU, which was not run yet"]
     if breadth > 1:
         return [
             f"not supported: speculative_ngram_max_bfs_breadth = {breadth}: drafts are a chain; "

@@ -44,7 +44,6 @@ def latent_reasons(arguments: Any, model: Any) -> list[str]:
     found = {
         f"of {kind}; served is {', '.join(CLASSES)}": kind not in CLASSES,
         "without an indexer": not has_indexer(model),
-        "on a GPU, which was not run yet": arguments.device != "cpu",
         "with adapters (enable_lora), which would not reach the indexer": arguments.enable_lora
         or arguments.lora_paths,
     }

@@ -127,8 +127,6 @@ def _option_reasons(arguments: Any) -> list[str]:
         f"kv_cache_dtype {given.kv_cache_dtype}; say auto, and host_format of topkv": (
             given.kv_cache_dtype != "auto"
         ),
-        "adapters on a GPU (enable_lora), which were not run yet": given.device != "cpu"
-        and (given.enable_lora or given.lora_paths),
         "models of diffusion (dllm_algorithm), which write tokens again": (
             given.dllm_algorithm is not None
         ),
