@@ -13,7 +13,7 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from topkv.ops.chunk_attention import merge  # noqa: E402
+from topkv.ops.chunk_attention import Chosen, kept, merge  # noqa: E402
 
 NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 CASES = [
@@ -22,6 +22,9 @@ CASES = [
 ]
 if not CUDA:
     CASES.append(("triton", "cpu"))
+
+ROWS = st.lists(st.lists(st.integers(-1, 9), min_size=3, max_size=3), min_size=1, max_size=4)
+"""Units that each row of a prompt has selected."""
 
 LOGITS = st.sampled_from([0.0, 3.0, -80.0, 90.0, -1e4, 1e4, -torch.inf])
 """LSE of parts, also far beyond what fp32 can take exponentials of; -inf if nothing is seen."""
@@ -73,3 +76,19 @@ def test_places_behind_two_to_the_31_are_merged():
     lse, part_lse = (torch.zeros(rows, heads, device="cuda") for _ in range(2))
     merge(out, lse, part, part_lse, impl="triton")
     assert torch.all(out == 2.0)
+
+
+def test_a_block_of_keys_shows_what_rows_have_selected():
+    @given(ROWS, st.sampled_from([1, 2, 5]), st.integers(0, 30), st.integers(0, 30))
+    def check(rows, unit, first, count):
+        ids = torch.tensor(rows, dtype=torch.int32)[:, None]
+        columns = Chosen(ids, unit).columns(slice(None), 0, first, count)
+        assert columns.dtype == torch.int32
+        masks = kept(columns, count).tolist()
+        for row, mask, listed in zip(rows, masks, columns.tolist(), strict=True):
+            tokens = {each * unit + i - first for each in row if each >= 0 for i in range(unit)}
+            want = {token for token in tokens if 0 <= token < count}
+            assert {token for token, shown in enumerate(mask) if shown} == want
+            assert {*listed} - {-1} == want
+
+    check()

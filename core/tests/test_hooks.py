@@ -30,7 +30,7 @@ EXPECTED = {
         "backend.adapt_page_table": "self layer plan tables",
         "backend.attend": "self q k v tables out lse",
         "backend.prefill": "self q k v q_start k_start out lse",
-        "backend.prefill_selected": "self q k v q_start k_start keep out lse",
+        "backend.prefill_selected": "self q k v q_start k_start ids out lse",
         "transfer.append": "self layer k v",
         "transfer.plan": "self layer ids limit out",
         "transfer.load": "self layer plan",

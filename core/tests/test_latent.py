@@ -181,10 +181,10 @@ def test_chunks_of_a_prompt_do_not_matter(on):
 
 def test_masks_of_a_long_prompt_are_made_in_blocks(on, monkeypatch):
     request = Request(on, "model", 5, seed=1, shared=True)
-    made, keep = [], chunk_attention.Chosen.keep
+    made, columns = [], chunk_attention.Chosen.columns
     monkeypatch.setattr(chunk_attention, "MASK_BYTES", 3 * (1 + 20 + 24 * 5))
     monkeypatch.setattr(
-        chunk_attention.Chosen, "keep", lambda *what: made.append(keep(*what)) or made[-1]
+        chunk_attention.Chosen, "columns", lambda *what: made.append(columns(*what)) or made[-1]
     )
     for start in (0, 20):
         outs = request.forward(prefill=[(0, 20)])

@@ -6,11 +6,13 @@ from typing import Any
 
 from attrs import evolve
 
+from core.tests.test_chunk_attention import test_a_block_of_keys_shows_what_rows_have_selected
 from tests.machines import scenarios
 from tests.machines.latent import latent_machine
 from tests.mutants.lifecycle import LifecycleMutant, Run, nothing
 from topkv.decode.selectors import Own, Selector
 from topkv.memory.representations import RepresentationPools
+from topkv.ops.chunk_attention import Chosen
 from topkv.prompts.prefill import Prefill
 from topkv_testing.tiers import Tier
 
@@ -67,6 +69,24 @@ def first_query_is_kept(self, slot, start, k, v, q, lse, index):
         self._last_weights[slot] = weights[0]
 
 
+_columns = Chosen.columns
+
+
+def block_begins_at_zero(self, rows, lane, first, count):
+    """Columns are counted from the first token of the request, in any block of its history."""
+    return _columns(self, rows, lane, 0, count)
+
+
+def first_token_of_a_unit(self, rows, lane, first, count):
+    """A row sees the first token of each unit that it has selected."""
+    return _columns(self, rows, lane, first, count)[:, :: self.unit]
+
+
+def blocks_of_keys(on: Tier) -> None:
+    """See the test."""
+    test_a_block_of_keys_shows_what_rows_have_selected()
+
+
 CHUNKS = scenario(scenarios.a_prompt_comes_in_chunks_beside_decode)
 PACKED = scenario(scenarios.a_prompt_fills_up_the_unit_that_decode_began, kv_format="fp8")
 LONG = scenario(scenarios.a_long_request_rolls_back_and_goes_on)
@@ -90,5 +110,13 @@ MUTANTS = [
     LifecycleMutant(
         "the buffer is warmed by the first query of a chunk",
         *(Own, "construct", first_query_is_kept, LONG),
+    ),
+    LifecycleMutant(
+        "a block of history is listed as if it were the first",
+        *(Chosen, "columns", block_begins_at_zero, blocks_of_keys),
+    ),
+    LifecycleMutant(
+        "a prompt's rows see one token of a unit",
+        *(Chosen, "columns", first_token_of_a_unit, blocks_of_keys),
     ),
 ]

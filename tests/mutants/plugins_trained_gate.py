@@ -13,7 +13,7 @@ from topkv_trained_gate.algorithm import TrainedGate
 from topkv_trained_gate.launch import TrainedGateTriton
 
 _unit_scores, _with_local = algorithm.unit_scores, algorithm.with_local
-_blocks, _keep, _score = TrainedGate.prompt_blocks, Chosen.keep, TrainedGateTriton._score
+_blocks, _columns, _score = TrainedGate.prompt_blocks, Chosen.columns, TrainedGateTriton._score
 
 
 def by_the_mean(q, keys, unit):
@@ -40,7 +40,7 @@ def without_own(self, start, rows, heads, device):
 
 def of_the_first_lane(self, rows, lane, first, count):
     """Rows of a prompt see in every lane what the first lane has selected."""
-    return _keep(self, rows, 0, first, count)
+    return _columns(self, rows, 0, first, count)
 
 
 def a_head_too_few(self, layer, q, rows, scores, ends, sizes):
@@ -82,7 +82,7 @@ BROKEN = {
     "heads alike": (algorithm, "unit_scores", by_the_first_head, ("cpu",)),
     "no local blocks": (algorithm, "with_local", nothing_local, ("cpu",)),
     "own block not listed": (TrainedGate, "prompt_blocks", without_own, ("cpu",)),
-    "masks of the first lane": (Chosen, "keep", of_the_first_lane, ANYWHERE),
+    "columns of the first lane": (Chosen, "columns", of_the_first_lane, ANYWHERE),
     "a head too few": (TrainedGateTriton, "_score", a_head_too_few, INTERPRETED),
     "chunks from zero": (TrainedGateTriton, "_score", prompts_begin_at_zero, INTERPRETED),
 }

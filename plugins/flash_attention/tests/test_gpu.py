@@ -22,7 +22,7 @@ from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flash_attention import backend as module
 from topkv_flash_attention import providers
 from topkv_flash_attention.backend import FlashAttention
-from topkv_testing.backend.bench import expect
+from topkv_testing.backend.bench import columns_of, expect
 from topkv_testing.backend.cases import AttendCase, by_lane
 from topkv_testing.oracle import attention
 from topkv_testing.strategies import Geometry
@@ -249,7 +249,7 @@ def test_prompts(place, kind, unit, selected, monkeypatch):
         on = [each.cuda() for each in (q, k)]
         on.append(on[1][..., :512] if kind == "latent" else v.cuda())
         if selected:
-            instance.prefill_selected(*on, q_start, k_start, keep.cuda(), out, lse)
+            instance.prefill_selected(*on, q_start, k_start, columns_of(keep).cuda(), out, lse)
         else:
             instance.prefill(*on, q_start, k_start, out, lse)
         if keys:

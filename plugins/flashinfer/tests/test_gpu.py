@@ -10,7 +10,7 @@ from topkv.hooks.backend import BackendSetup
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import providers
 from topkv_flashinfer.backend import FlashInfer
-from topkv_testing.backend.bench import expect
+from topkv_testing.backend.bench import columns_of, expect
 from topkv_testing.backend.cases import AttendCase, by_lane
 from topkv_testing.backend.plans import AdaptCase, StepInputs
 from topkv_testing.backend.queries import with_queries
@@ -272,7 +272,7 @@ def test_prompts(selected):
         lse = torch.full((70, 8), torch.nan, device="cuda")
         what = (q.cuda(), k.cuda(), v.cuda(), q_start, k_start)
         if selected:
-            made.prefill_selected(*what, keep.cuda(), out, lse)
+            made.prefill_selected(*what, columns_of(keep).cuda(), out, lse)
         else:
             made.prefill(*what, out, lse)
         wanted.check(out.cpu(), lse.cpu(), rounded_sums=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import latent
+from topkv_testing.backend.bench import columns_of
 from topkv_testing.backend.plans import AdaptCase, StepInputs
 from topkv_testing.oracle import attention
 from topkv_testing.strategies import Geometry
@@ -132,7 +133,7 @@ def test_prompts(attend, selected, keys):
         out = torch.full((9, heads, out_dim), torch.nan)
         lse = torch.full((9, heads), torch.nan)
         if selected:
-            made.prefill_selected(q, k, v, q_start, k_start, keep, out, lse)
+            made.prefill_selected(q, k, v, q_start, k_start, columns_of(keep), out, lse)
         else:
             made.prefill(q, k, v, q_start, k_start, out, lse)
         seen = mask.any(1)

@@ -14,6 +14,7 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from topkv_flashmla import kernels, reference  # noqa: E402
+from topkv_testing.backend.bench import columns_of  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 MARKS = [pytest.mark.gpu] if CUDA else []
@@ -155,9 +156,11 @@ def test_padding_and_what_sees_nothing_is_empty(device, shifted):
 
 @given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=40)
-def test_kept_columns_are_listed(rows):
-    found = reference.listed(torch.tensor(rows), 4)
-    assert found.shape[1] % 4 == 0
-    for row, got in zip(rows, found.tolist(), strict=True):
-        columns = [i for i, kept in enumerate(row) if kept]
-        assert got == columns + [-1] * (found.shape[1] - len(columns))
+def test_columns_that_causality_shows(rows):
+    last = torch.arange(len(rows)) * 3 - 1
+    found = reference.shown(columns_of(torch.tensor(rows)), last, 4)
+    assert found.shape[1] == 12
+    assert found.dtype == torch.int32
+    for row, most, got in zip(rows, last.tolist(), found.tolist(), strict=True):
+        want = [i if kept and i <= most else -1 for i, kept in enumerate(row)]
+        assert got == want + [-1] * 3

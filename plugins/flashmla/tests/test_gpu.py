@@ -12,6 +12,7 @@ from topkv.hooks.backend import BackendSetup
 from topkv.types import GroupShape, ModelShape, Tables, newest_units
 from topkv_authoring.latent_fp8 import decode_fp8, encode_fp8
 from topkv_flashmla import providers
+from topkv_testing.backend.bench import columns_of
 from topkv_testing.backend.plans import StepInputs
 from topkv_testing.oracle import attention
 from topkv_testing.tolerance import assert_as_good
@@ -239,7 +240,7 @@ def test_prompts(heads, selected):
         lse = torch.full((70, heads), torch.nan, device="cuda")
         what = (q.cuda(), k.cuda(), k[..., :512].cuda(), q_start, k_start)
         if selected:
-            made.prefill_selected(*what, keep.cuda(), out, lse)
+            made.prefill_selected(*what, columns_of(keep).cuda(), out, lse)
         else:
             made.prefill(*what, out, lse)
         seen = mask.any(1)

@@ -10,7 +10,7 @@ from attrs import evolve
 
 from plugins.triton_attention.tests.latent_cases import LatentCase
 from topkv.types import Tables
-from topkv_testing.backend.bench import expect
+from topkv_testing.backend.bench import columns_of, expect
 
 pytestmark = pytest.mark.gpu
 
@@ -141,6 +141,6 @@ def test_prefill_at_its_real_size(share, heads):
         backend.prefill(q.to(CUDA), keys, keys[..., :512], 230, 0, out, lse)
     else:
         backend.prefill_selected(
-            q.to(CUDA), keys, keys[..., :512], 230, 0, keep.to(CUDA), out, lse
+            q.to(CUDA), keys, keys[..., :512], 230, 0, columns_of(keep).to(CUDA), out, lse
         )
     expected.check(out.cpu(), lse.cpu())

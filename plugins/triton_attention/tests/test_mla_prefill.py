@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plugins.triton_attention.tests.making import made
 from topkv.ops.chunk_attention import Chosen, chunk_attention
 from topkv.types import GroupShape, ModelShape
-from topkv_testing.backend.bench import Guarded, assert_unchanged, expect, result
+from topkv_testing.backend.bench import Guarded, assert_unchanged, columns_of, expect, result
 from topkv_testing.kit import examples
 from topkv_testing.strategies import seeds
 from topkv_testing.tiers import CUDA, Tier, tier
@@ -89,16 +89,16 @@ class Case:
         q, pool, keep = self.make()
         expected = self.expected(q, pool, keep, scale)
         queries, memory = Guarded.of(q, math.nan, where.device), pool.to(where.device)
-        kept = Guarded.of(keep, 1, where.device)
+        ids = Guarded.of(columns_of(keep), 7, where.device)
         out = result((self.rows, self.heads, self.value_dim), torch.float32, where.device)
         lse = result((self.rows, self.heads), torch.float32, where.device)
         inputs = (queries.body, *self.views(memory), self.q_start, self.k_start)
-        owned = {"q": queries.whole, "memory of k and v": memory, "keep": kept.whole}
+        owned = {"q": queries.whole, "memory of k and v": memory, "ids": ids.whole}
         assert_unchanged(
             lambda: (
                 backend.prefill(*inputs, out.body, lse.body)
                 if self.share is None
-                else backend.prefill_selected(*inputs, kept.body, out.body, lse.body)
+                else backend.prefill_selected(*inputs, ids.body, out.body, lse.body)
             ),
             owned,
         )
@@ -173,8 +173,8 @@ def test_only_what_is_kept_has_influence(where):
     out = torch.full((20, 3, 32), math.nan, device=where.device)
     lse = torch.full((20, 3), math.nan, device=where.device)
     views = case.views(pool.to(where.device))
-    kept = keep.to(where.device)
-    backend.prefill_selected(q.to(where.device), *views, 60, 0, kept, out, lse)
+    ids = columns_of(keep).to(where.device)
+    backend.prefill_selected(q.to(where.device), *views, 60, 0, ids, out, lse)
     expected.check(out.cpu(), lse.cpu())
 
 

@@ -131,14 +131,14 @@ class Backend(Protocol):
         v: Tensor,
         q_start: int,
         k_start: int,
-        keep: Tensor,
+        ids: Tensor,
         out: Tensor,
         lse: Tensor,
     ) -> None:
         """Attend as ``prefill``, but a query sees only the keys that it has selected. Cold.
 
         Args:
-            q, k, v, q_start, k_start, lse: as in ``prefill``.
-            out: fp32 ``[m, H, Dv]``, contiguous.
-            keep: bool ``[m, n]``, contiguous; what causality forbids stays forbidden.
+            q, k, v, q_start, k_start, out, lse: as in ``prefill``.
+            ids: int32 ``[m, W]`` columns of k, each once, -1 anywhere, contiguous; what causality
+                forbids stays forbidden. ``topkv.ops.chunk_attention.kept`` makes a mask of them.
         """

@@ -27,14 +27,24 @@ class Chosen:
     ids: Tensor
     unit: int
 
-    def keep(self, rows: slice, lane: int, first: int, count: int) -> Tensor:
-        """Mask the positions ``first ..`` that rows of a lane see, bool ``[rows, count]``."""
-        ids = self.ids[rows, lane].long()
-        tokens = ids[..., None] * self.unit + torch.arange(self.unit, device=ids.device)
-        place = torch.where(ids[..., None] >= 0, tokens - first, -1).flatten(1)
-        place = torch.where((place >= 0) & (place < count), place, count)
-        keep = torch.zeros((len(ids), count + 1), dtype=torch.bool, device=ids.device)
-        return keep.scatter_(1, place, True)[:, :count].contiguous()
+    def columns(self, rows: slice, lane: int, first: int, count: int) -> Tensor:
+        """List the positions ``first .. first + count - 1`` that rows of a lane see, int32
+        ``[rows, W * unit]`` from 0 on, -1 in place of others."""
+        ids = self.ids[rows, lane, :, None] * self.unit
+        within = torch.arange(self.unit, dtype=ids.dtype, device=ids.device) - first
+        columns = (ids + within).flatten(1)  # negative where an id is -1
+        return columns.masked_fill_((columns < 0) | (columns >= count), -1)
+
+
+def kept(ids: Tensor, count: int) -> Tensor:
+    """Mask of listed columns, bool ``[m, count]``, for a backend that reads one.
+
+    Args:
+        ids: int32 ``[m, W]``, -1 anywhere; as ``Backend.prefill_selected`` is given them.
+    """
+    keep = torch.zeros((len(ids), count + 1), dtype=torch.bool, device=ids.device)
+    place = torch.where(ids < 0, count, ids).long()
+    return keep.scatter_(1, place, True)[:, :count].contiguous()
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, *, impl: str) -> None:
@@ -87,7 +97,7 @@ def chunk_attention(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     impl = "triton" if q.is_cuda else "reference"
     for first, k, v in blocks:
-        whole = result is None and first + len(k) == start + len(q) and chosen is None
+        whole = result is None and first + len(k) == start + len(q)
         part = out if whole else q.new_empty(out.shape, dtype=torch.float32)
         part_lse = lse if result is None else torch.empty_like(lse)
         if chosen is None:
@@ -114,16 +124,14 @@ def attend_selected(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Call ``prefill_selected`` for as many rows at a time as their masks have room for, and for
-    one lane of heads at a time.
-
-    A mask of a whole prompt over itself would grow with the square of its length.
+    """Call ``prefill_selected`` for one lane of heads at a time, and for as many rows as masks of
+    them have room for: that of a whole prompt would grow with the square of its length.
 
     Args:
         q: ``[m, H, D]`` of positions ``start ..``.
         k, v: ``[n, Hkv, D]`` of positions ``first ..``.
         chosen: all that each query sees.
-        out: fp32 ``[m, H, Dv]``.
+        out: ``[m, H, Dv]``, fp32 or in the dtype of q.
         lse: fp32 ``[m, H]``.
     """
     lanes, width = chosen.ids.shape[1:]
@@ -133,10 +141,10 @@ def attend_selected(
     for row, lane in product(range(0, len(q), block), range(lanes)):
         at, own = slice(row, row + block), slice(lane * heads, (lane + 1) * heads)
         of = slice(lane * keys, (lane + 1) * keys)
-        keep = chosen.keep(at, lane, first, len(k))
+        ids = chosen.columns(at, lane, first, len(k))
         part, part_lse = out[at, own].contiguous(), lse[at, own].contiguous()
         part_q, part_k, part_v = q[at, own], k[:, of], v[:, of]
-        backend.prefill_selected(part_q, part_k, part_v, start + row, first, keep, part, part_lse)
+        backend.prefill_selected(part_q, part_k, part_v, start + row, first, ids, part, part_lse)
         if lanes > 1:  # they are copies
             out[at, own], lse[at, own] = part, part_lse
 

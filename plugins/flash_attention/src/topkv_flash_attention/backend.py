@@ -182,7 +182,7 @@ class FlashAttention:
         v: Tensor,
         q_start: int,
         k_start: int,
-        keep: Tensor,
+        ids: Tensor,
         out: Tensor,
         lse: Tensor,
     ) -> None:
@@ -192,12 +192,11 @@ class FlashAttention:
             lse.fill_(-torch.inf)
             return
         q, k, v = (reference.aligned(each) for each in (q, k, v))
-        columns = k_start + torch.arange(len(k), device=q.device)
+        last = q_start - k_start + torch.arange(len(q), device=q.device)[:, None]
+        ids = torch.where(ids <= last, ids, -1)
         for first in range(0, len(q), PROMPT_ROWS):
             part = slice(first, first + PROMPT_ROWS)
-            rows = q_start + first + torch.arange(len(q[part]), device=q.device)
-            seen = keep[part] & (columns[None] <= rows[:, None])
-            table, lengths = reference.listed(seen)
+            table, lengths = reference.listed(ids[part])
             result = torch.empty_like(out[part], dtype=q.dtype)[:, None]
             self._attend(
                 *(q[part][:, None], k.unsqueeze(2), v.unsqueeze(2), Tables(table, lengths)),

@@ -46,22 +46,17 @@ def spans(rows: int, keys: int, shift: int) -> list[Span]:
     return parts if edge == rows else [*parts, (slice(edge, rows), keys, False)]
 
 
-def listed(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """The kept columns of each row as a page table; waits for the device.
+def listed(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of each row as a page table.
 
     Args:
-        keep: bool ``[m, n]``.
+        ids: int32 ``[m, W]``, -1 anywhere.
 
     Returns:
-        int32 ``[m, W]``, ascending, 0 behind the last kept one, and int32 ``[m]`` how many.
+        int32 ``[m, W]``, descending, 0 behind the last one, and int32 ``[m]`` how many.
     """
-    counts = keep.sum(1, dtype=torch.int32)
-    width = max(1, int(counts.max())) if keep.numel() else 1
-    rows, columns = keep.nonzero(as_tuple=True)
-    place = keep.cumsum(1)[rows, columns] - 1
-    found = torch.zeros((keep.shape[0], width), dtype=torch.int32, device=keep.device)
-    found[rows, place] = columns.int()
-    return found, counts
+    found = ids.sort(1, descending=True).values
+    return found.clamp(min=0), (found >= 0).sum(1, dtype=torch.int32)
 
 
 def aligned(rows: Tensor) -> Tensor:

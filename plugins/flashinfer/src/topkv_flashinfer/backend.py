@@ -7,6 +7,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.backend import BackendSetup
+from topkv.ops.chunk_attention import kept
 from topkv.types import GroupShape, LayerView, ModelShape, Plan, Tables
 from topkv_flashinfer import plans, providers
 from topkv_flashinfer.decode import Decode
@@ -88,10 +89,24 @@ class FlashInfer:
         self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
     ) -> None:
         """See ``topkv.hooks.backend.Backend.prefill``."""
-        self.prefill_selected(q, k, v, q_start, k_start, None, out, lse)
+        self._prompt(q, k, v, q_start, k_start, None, out, lse)
 
     @hookimpl
     def prefill_selected(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_start: int,
+        k_start: int,
+        ids: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See ``topkv.hooks.backend.Backend.prefill_selected``."""
+        self._prompt(q, k, v, q_start, k_start, kept(ids, len(k)), out, lse)
+
+    def _prompt(
         self,
         q: Tensor,
         k: Tensor,
@@ -102,7 +117,7 @@ class FlashInfer:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """See ``topkv.hooks.backend.Backend``; ``keep`` is None where causality alone decides."""
+        """Attend to what ``keep`` has; it is None where causality alone decides."""
         if self.latent:
             self._latent_prompts(q, k, q_start, k_start, keep, out, lse)
         else:

@@ -47,7 +47,8 @@ class Prompts:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """See ``topkv.hooks.backend``; ``keep`` is None where causality alone decides."""
+        """See ``topkv.hooks.backend``; ``keep`` is bool ``[m, n]``, None where causality alone
+        decides."""
         k, v = near(k), near(v)
         blind, whole = regions(len(q), len(k), q_start - k_start)
         out[:blind] = 0.0

@@ -264,7 +264,8 @@ class FlashMLA:
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
     ) -> None:
-        self.prefill_selected(q, k, v, q_start, k_start, None, out, lse)
+        every = torch.arange(len(k), dtype=torch.int32, device=q.device).expand(len(q), -1)
+        self.prefill_selected(q, k, v, q_start, k_start, every, out, lse)
 
     @hookimpl
     def prefill_selected(
@@ -274,22 +275,18 @@ class FlashMLA:
         v: Tensor,
         q_start: int,
         k_start: int,
-        keep: Tensor | None,
+        ids: Tensor,
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """``keep`` is None where causality alone decides."""
-        heads, scale = q.shape[1], self.model.scale
-        columns = k_start + torch.arange(k.shape[0], device=q.device)
-        for first in range(0, q.shape[0], PROMPT_ROWS):
+        heads, scale, k = q.shape[1], self.model.scale, k.contiguous()
+        last = q_start - k_start + torch.arange(len(q), device=q.device)
+        for first in range(0, len(q), PROMPT_ROWS):
             part = slice(first, first + PROMPT_ROWS)
-            rows = q_start + first + torch.arange(len(q[part]), device=q.device)
-            seen = columns[None] <= rows[:, None]
-            if keep is not None:
-                seen &= keep[part]
-            indices = reference.listed(seen, SPARSE_MULTIPLE)[:, None]
-            queries = torch.nn.functional.pad(q[part], (0, 0, 0, self.heads - heads))
+            indices = reference.shown(ids[part], last[part], SPARSE_MULTIPLE)
+            queries = torch.nn.functional.pad(q[part], (0, 0, 0, self.heads - heads)).contiguous()
             result, _, log = self.provider.sparse(
-                queries.contiguous(), k.contiguous(), indices, scale, **self.provider.options
+                queries, k, indices[:, None], scale, **self.provider.options
             )
-            out[part], lse[part] = reference.finish(result, log, seen.sum(1), heads)
+            seen = (indices >= 0).sum(1)
+            out[part], lse[part] = reference.finish(result, log, seen, heads)

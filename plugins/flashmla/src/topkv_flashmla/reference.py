@@ -46,16 +46,15 @@ def finish(out: Tensor, lse: Tensor, lengths: Tensor, heads: int) -> tuple[Tenso
     return out, torch.where(full, lse[:, :heads], -torch.inf)
 
 
-def listed(keep: Tensor, multiple: int) -> Tensor:
-    """The kept columns of each row, ascending, int32; -1 behind, in a multiple of columns.
+def shown(ids: Tensor, last: Tensor, multiple: int) -> Tensor:
+    """Columns that rows have selected and causality shows, int32; -1 in place of others, and
+    behind, up to a multiple of columns.
 
     Args:
-        keep: bool ``[m, n]``.
+        ids: int32 ``[m, W]`` columns, -1 anywhere.
+        last: ``[m]`` last column that each row may see.
     """
-    count = int(keep.sum(1).max()) if keep.numel() else 0
-    width = max(-(-count // multiple) * multiple, multiple)
-    rows, columns = keep.nonzero(as_tuple=True)
-    place = keep.cumsum(1)[rows, columns] - 1
-    found = torch.full((keep.shape[0], width), -1, dtype=torch.int32, device=keep.device)
-    found[rows, place] = columns.int()
+    width = max(-(-ids.shape[1] // multiple) * multiple, multiple)
+    found = torch.full((len(ids), width), -1, dtype=torch.int32, device=ids.device)
+    found[:, : ids.shape[1]] = torch.where(ids <= last[:, None], ids, -1)
     return found

@@ -10,6 +10,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.errors import CapabilityError
 from topkv.hooks.backend import BackendSetup
+from topkv.ops.chunk_attention import kept
 from topkv.types import LayerView, ModelShape, Plan, Tables
 from topkv_authoring.page_table import adapt_page_table
 from topkv_triton_attention import mla_reference, reference
@@ -108,12 +109,12 @@ class TritonAttention:
         v: Tensor,
         q_start: int,
         k_start: int,
-        keep: Tensor,
+        ids: Tensor,
         out: Tensor,
         lse: Tensor,
     ) -> None:
         """See ``topkv.hooks.backend.Backend.prefill_selected``."""
-        self._prefill(q, k, v, q_start, k_start, out, lse, keep)
+        self._prefill(q, k, v, q_start, k_start, out, lse, kept(ids, len(k)))
 
 
 def _adapt_with_lengths(layer: LayerView, plan: Plan, tables: Tables, impl: str) -> None:

@@ -245,6 +245,18 @@ def expect(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
     return Expected(out, lse, rough_out, rough_lse, drift, size, rounding)
 
 
+def columns_of(keep: Tensor) -> Tensor:
+    """Return the columns of a mask, as ``prefill_selected`` takes them.
+
+    Args:
+        keep: bool ``[m, n]``.
+
+    Returns:
+        int32 ``[m, n]``, -1 in place of what is not kept.
+    """
+    return torch.where(keep, torch.arange(keep.shape[1], device=keep.device), -1).int()
+
+
 def joined(parts: Sequence[Expected]) -> Expected:
     """Join the oracles of several lanes, ``[Q, H, D]`` each: ``[N * Q, H, D]``."""
     columns = zip(*(astuple(part, recurse=False) for part in parts), strict=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.hooks.backend import BackendSetup
+from topkv.ops.chunk_attention import kept
 from topkv.parameters import values
 from topkv.plugins.discovery import hookimpl
 from topkv.plugins.kinds import registering
@@ -117,7 +118,7 @@ class Gather:
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
     ) -> None:
-        everything = torch.ones(1, 1, dtype=torch.bool, device=q.device)
+        everything = torch.arange(len(k), device=q.device).int().expand(len(q), -1)
         self.prefill_selected(q, k, v, q_start, k_start, everything, out, lse)
 
     @hookimpl
@@ -128,13 +129,13 @@ class Gather:
         v: Tensor,
         q_start: int,
         k_start: int,
-        keep: Tensor,
+        ids: Tensor,
         out: Tensor,
         lse: Tensor,
     ) -> None:
         rows = q_start + torch.arange(q.shape[0], device=q.device)
         columns = k_start + torch.arange(k.shape[0], device=q.device)
-        mask = (columns[None, :] <= rows[:, None]) & keep
+        mask = (columns[None, :] <= rows[:, None]) & kept(ids, len(k))
         result, log = attention(q, k, v, self.model.scale, mask)
         out.copy_(result)
         lse.copy_(log)
