@@ -36,7 +36,7 @@ def scheduled(assistant, tokens, schedule="constant", threshold=0.0):
     return assistant
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("own", [False, True], ids=["dense", "attached"])
 @pytest.mark.parametrize(
     ("most", "tokens", "schedule", "threshold"),

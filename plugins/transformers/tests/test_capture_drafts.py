@@ -32,7 +32,7 @@ def lookup(model, settings, prompt, drafts, **options):
         return found, handle.capture
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("drafts", [1, 2, 3, 4, 5, 6, 7])
 def test_prompt_lookup_replays_steps_of_each_number_of_tokens(tiny, recording, drafts):
     """A step without drafts, as where none is found, is recorded as it always was."""
@@ -49,7 +49,7 @@ def test_prompt_lookup_replays_steps_of_each_number_of_tokens(tiny, recording, d
     assert f"1 rows of {drafts + 1} tokens recorded in " in str(report)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pads", [(0,), (0, 9, 1)], ids=["single", "padded"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("positions", [True, False], ids=["positions", "no_positions"])

@@ -41,7 +41,7 @@ def turn(model, cache, ids, mask, steps):
     return torch.stack(output.logits, 1), output.sequences, grown
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("pads", [(0,), (0, 21, 1)], ids=["single", "padded"])
 @pytest.mark.parametrize(
     "tokens",
@@ -195,9 +195,8 @@ def compare(tiny, recording, name, examples, phases=tuple(hypothesis.Phase)):
     assert sum(replayed) > examples
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Gemma3", "Bamba"])
+@pytest.mark.parametrize("name", ["Gemma3", pytest.param("Bamba", marks=pytest.mark.nightly)])
 def test_caches_in_any_order(tiny, recording, name):
     compare(tiny, recording, name, 25)
 

@@ -72,7 +72,7 @@ def measured(rows):
 @pytest.mark.parametrize(
     "choices",
     [
-        pytest.param("rocketkv,quest:share=FSS,unit=32,stages=top_p", marks=[pytest.mark.slow]),
+        pytest.param("rocketkv,quest:share=FSS,unit=32,stages=top_p", marks=[pytest.mark.nightly]),
         pytest.param(CHOICES, marks=[pytest.mark.nightly], id="every algorithm"),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_changes_a_prefill_is_read_anew(model, task, forwards):
     assert forwards == [*task.contexts, *task.contexts]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_selects_for_its_prompts_reads_them_anew(task, forwards):
     model = load_model(DSA_CHECKPOINT).eval()
     rows_of(model, task, "deepseek_dsa")
