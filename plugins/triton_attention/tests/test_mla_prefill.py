@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -180,8 +181,10 @@ def test_only_what_is_kept_has_influence(where):
 
 @every_tier
 @pytest.mark.parametrize("size", [(3, 1, 40, 32), (2, 1, 64, 64)])
-def test_selected_history_in_blocks_merges_to_the_whole(where, size):
-    """Blocks are as the core streams history of a chunk whose rows have selected their tokens."""
+@pytest.mark.parametrize("cuts", [(0, 40), (0, 16, 40)])
+def test_selected_history_in_blocks_merges_to_the_whole(where, size, cuts):
+    """Blocks are as the core streams history of a chunk whose rows have selected their tokens; the
+    result lies in rows of more elements."""
     case = Case(torch.float32, *size, 9, 40, 31, 0, 1.0)
     backend, scale = case.backend(where)
     q, pool, _ = case.make()
@@ -193,8 +196,9 @@ def test_selected_history_in_blocks_merges_to_the_whole(where, size):
     for row in range(9):
         keep[row, ids[row][ids[row] >= 0].long()] = True
     k, v = (each.to(where.device) for each in case.views(pool))
-    blocks = ((first, k[first:last], v[first:last]) for first, last in ((0, 16), (16, 40)))
-    out = torch.full((9, case.heads, case.value_dim), math.nan, device=where.device)
+    blocks = ((first, k[first:last], v[first:last]) for first, last in pairwise(cuts))
+    wide = torch.full((9, case.heads * case.value_dim + 8), math.nan, device=where.device)
+    out = wide[:, :-8].unflatten(1, (case.heads, case.value_dim))
     chosen = Chosen(ids.to(where.device)[:, None], 1)
     lse = chunk_attention(backend, q.to(where.device), 31, blocks, out, chosen)
     case.expected(q, pool, keep, scale).check(out.cpu(), lse.cpu())

@@ -142,11 +142,10 @@ def attend_selected(
         at, own = slice(row, row + block), slice(lane * heads, (lane + 1) * heads)
         of = slice(lane * keys, (lane + 1) * keys)
         ids = chosen.columns(at, lane, first, len(k))
-        part, part_lse = out[at, own].contiguous(), lse[at, own].contiguous()
         part_q, part_k, part_v = q[at, own], k[:, of], v[:, of]
+        part, part_lse = out[at, own], lse[at, own].contiguous()
         backend.prefill_selected(part_q, part_k, part_v, start + row, first, ids, part, part_lse)
-        if lanes > 1:  # they are copies
-            out[at, own], lse[at, own] = part, part_lse
+        lse[at, own] = part_lse
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
