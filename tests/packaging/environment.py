@@ -89,14 +89,15 @@ class Environment:
         inner = [Requirement(line) for line in found.requires or ()]
         self.add(each for each in inner if _applies(each, [extra]))
 
-    def install(self, *wheels: Path) -> None:
+    def install(self, *wheels: Path, check: bool = True) -> None:
         """Install wheels as they are, those that are not there yet; then every requirement has to
-        be met."""
+        be met, unless more comes before that is looked at."""
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python)
         new = [wheel for wheel in wheels if wheel not in self._installed]
         if new:
             how = ("--quiet", "--force-reinstall", "--no-deps", "--no-index", "--no-compile")
             run(*pip, "install", *how, *new)
+        if check:
             run(*pip, "check")
         self._installed |= {*new}
 
