@@ -21,6 +21,7 @@ from topkv.hooks.backend import BackendSetup  # noqa: E402
 from topkv.types import GroupShape, ModelShape, Tables  # noqa: E402
 from topkv_authoring.libraries import Places  # noqa: E402
 from topkv_flashmla import backend, providers  # noqa: E402
+from topkv_testing.backend.bench import columns_of  # noqa: E402
 from topkv_testing.backend.plans import AdaptCase, StepInputs  # noqa: E402
 from topkv_testing.oracle import attention  # noqa: E402
 from topkv_testing.strategies import Geometry  # noqa: E402
@@ -123,3 +124,37 @@ def test_rows_of_the_table_are_attended(make, unit, apart, most, device):
                 got, norm = out[lane, nth][None].cpu(), lse[lane, nth][None].cpu().double()
                 torch.testing.assert_close(got, want.bfloat16(), rtol=0.01, atol=1e-3)
                 torch.testing.assert_close(norm, log, rtol=1e-5, atol=1e-5)
+
+
+@ON
+@pytest.mark.parametrize("selected", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts(make, selected, dtype, device, monkeypatch):
+    """A prompt is more than a block of rows, some of which see nothing."""
+    monkeypatch.setattr(backend, "PROMPT_ROWS", 4)
+    made, random = make(1, device), torch.Generator().manual_seed(0)
+    q = torch.randn(9, HEADS, 576, generator=random).bfloat16()
+    k = torch.randn(20, 1, 576, generator=random).bfloat16()
+    keep = torch.rand(9, 20, generator=random) < 0.3
+    keep[4] = False
+    for q_start, k_start in ((11, 0), (30, 0), (5, 8), (0, 40)):
+        rows, columns = q_start + torch.arange(9), k_start + torch.arange(20)
+        mask = columns[None] <= rows[:, None]
+        mask = mask & keep if selected else mask
+        wide = torch.full((9, HEADS * 512 + 8), -77.0, dtype=dtype, device=device)
+        out = wide[:, :-8].unflatten(1, (HEADS, 512))
+        lse = torch.full((9, HEADS), torch.nan, device=device)
+        given = (q.to(device), k.to(device), k[..., :512].to(device), q_start, k_start)
+        if selected:
+            made.prefill_selected(*given, columns_of(keep).to(device), out, lse)
+        else:
+            made.prefill(*given, out, lse)
+        assert (wide[:, -8:] == -77).all()
+        seen = mask.any(1)
+        assert (out.cpu()[~seen] == 0).all()
+        assert (lse.cpu()[~seen] == -torch.inf).all()
+        if seen.any():
+            want, log = attention(q, k, k[..., :512], SCALE, mask)
+            got, norm = out.cpu()[seen].double(), lse.cpu()[seen].double()
+            torch.testing.assert_close(got, want[seen], rtol=0.01, atol=1e-3)
+            torch.testing.assert_close(norm, log[seen], rtol=1e-5, atol=1e-5)

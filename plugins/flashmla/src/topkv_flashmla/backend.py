@@ -284,9 +284,14 @@ class FlashMLA:
         for first in range(0, len(q), PROMPT_ROWS):
             part = slice(first, first + PROMPT_ROWS)
             indices = reference.shown(ids[part], last[part], SPARSE_MULTIPLE)
-            queries = torch.nn.functional.pad(q[part], (0, 0, 0, self.heads - heads)).contiguous()
+            queries = q[part]
+            if heads < self.heads:  # without any, padding is a copy
+                queries = torch.nn.functional.pad(queries, (0, 0, 0, self.heads - heads))
             result, _, log = self.provider.sparse(
-                queries, k, indices[:, None], scale, **self.provider.options
+                queries.contiguous(), k, indices[:, None], scale, **self.provider.options
             )
-            seen = (indices >= 0).sum(1)
-            out[part], lse[part] = reference.finish(result, log, seen, heads)
+            seen = Tables(indices, (indices >= 0).sum(1, dtype=torch.int32))
+            self.finish(
+                *(result[:, None], log[:, None], seen),
+                *(out[part][:, None], lse[part][:, None]),
+            )
