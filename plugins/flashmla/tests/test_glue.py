@@ -14,7 +14,6 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from topkv_flashmla import kernels, reference  # noqa: E402
-from topkv_testing.backend.bench import columns_of  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 MARKS = [pytest.mark.gpu] if CUDA else []
@@ -154,13 +153,33 @@ def test_padding_and_what_sees_nothing_is_empty(device, shifted):
     assert (wide[:, :, 5:] == -77).all()
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=40)
-def test_columns_that_causality_shows(rows):
-    last = torch.arange(len(rows)) * 3 - 1
-    found = reference.shown(columns_of(torch.tensor(rows)), last, 4)
-    assert found.shape[1] == 12
-    assert found.dtype == torch.int32
-    for row, most, got in zip(rows, last.tolist(), found.tolist(), strict=True):
-        want = [i if kept and i <= most else -1 for i, kept in enumerate(row)]
-        assert got == want + [-1] * 3
+@ON
+def test_columns_that_causality_shows(device):
+    """The list is in any order; the kernel reads it in blocks and writes one behind the other."""
+
+    @given(
+        st.lists(st.lists(st.integers(-1, 9), min_size=9, max_size=9), min_size=1, max_size=4),
+        st.integers(-5, 12),
+        st.booleans(),
+    )
+    @settings(deadline=None, max_examples=40)
+    def check(rows, ahead, shared):
+        """``shared``: one list for all rows, as of a prompt in which each sees all before it."""
+        ids = torch.tensor(rows[:1] if shared else rows, dtype=torch.int32, device=device)
+        ids = ids.expand(len(rows), -1)
+        indices = torch.full((len(rows) + 1, 12), -77, dtype=torch.int32, device=device)
+        counts = torch.full((len(rows) + 1,), -77, dtype=torch.int32, device=device)
+        kernels.shown_kernel[(len(rows),)](
+            *(ids, indices, counts, 9, 12, ahead, ids.stride(0)), BLOCK=4
+        )
+        expected, many = reference.shown(ids, ahead, 12)
+        for row, (listed, got) in enumerate(zip(ids.tolist(), expected.tolist(), strict=True)):
+            want = [each for each in listed if 0 <= each <= ahead + row]
+            assert got == want + [-1] * (12 - len(want))
+            assert many[row] == len(want)
+        assert torch.equal(indices[:-1], expected)
+        assert torch.equal(counts[:-1], many)
+        assert (indices[-1] == -77).all()
+        assert counts[-1] == -77
+
+    check()

@@ -33,8 +33,12 @@ ON = pytest.mark.parametrize(
 HEADS, SELECT, BUFFER, RING, REQUESTS, SCALE, MOST = 3, 5, 8, 4, 4, 0.03, 4
 
 
-def sparse(q, rows, indices, scale):
+def sparse(q, rows, indices, scale, topk_length=None):
     """Contract of ``flash_mla_sparse_fwd`` as its source states it; +inf for empty lanes."""
+    if topk_length is not None:
+        assert (topk_length > 0).all()
+        behind = torch.arange(indices.shape[2], device=q.device) >= topk_length[:, None]
+        assert (indices[:, 0][behind] == -1).all()
     lanes, heads, dim = q.shape
     assert (heads, dim, rows.shape[1:]) == (64, 576, (1, 576))
     assert q.is_contiguous()

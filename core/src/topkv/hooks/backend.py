@@ -116,7 +116,7 @@ class Backend(Protocol):
             q_start, k_start: host ints. Query i sees key j iff ``k_start + j <= q_start + i``.
             out: ``[m, H, Dv]``, fp32 or in the dtype of q, rows at any stride, owned by the
                 caller.
-            lse: fp32 ``[m, H]`` natural log-sum-exp; -inf (and out 0) where no key is seen.
+            lse: fp32 ``[m, H]``, contiguous: natural log-sum-exp; -inf, out 0, if no key is seen.
 
         The core streams history block by block, the chunk's own keys behind the last of them, and
         merges the results by their LSE. Of a single block it takes the result as it is.

@@ -41,6 +41,7 @@ def kept(ids: Tensor, count: int) -> Tensor:
 
     Args:
         ids: int32 ``[m, W]``, -1 anywhere; as ``Backend.prefill_selected`` is given them.
+        count: keys.
     """
     keep = torch.zeros((len(ids), count + 1), dtype=torch.bool, device=ids.device)
     place = torch.where(ids < 0, count, ids).long()

@@ -24,7 +24,7 @@ from topkv.errors import CapabilityError
 from topkv.hooks.backend import BackendSetup
 from topkv.types import LayerView, Plan, Tables, newest_units
 from topkv_authoring.page_table import Listing, adapt_page_table
-from topkv_flashmla import kernels, providers, reference
+from topkv_flashmla import kernels, providers
 from topkv_flashmla.support import DIM, LATENT, attends_by_pages, refusals
 
 DECODE_MULTIPLE, SPARSE_MULTIPLE = 64, 128
@@ -280,18 +280,30 @@ class FlashMLA:
         lse: Tensor,
     ) -> None:
         heads, scale, k = q.shape[1], self.model.scale, k.contiguous()
-        last = q_start - k_start + torch.arange(len(q), device=q.device)
         for first in range(0, len(q), PROMPT_ROWS):
             part = slice(first, first + PROMPT_ROWS)
-            indices = reference.shown(ids[part], last[part], SPARSE_MULTIPLE)
+            indices, counts = self._shown(ids[part], q_start - k_start + first)
             queries = q[part]
             if heads < self.heads:  # without any, padding is a copy
                 queries = torch.nn.functional.pad(queries, (0, 0, 0, self.heads - heads))
             result, _, log = self.provider.sparse(
-                queries.contiguous(), k, indices[:, None], scale, **self.provider.options
+                *(queries.contiguous(), k, indices[:, None], scale),
+                topk_length=counts.clamp(min=1),
+                **self.provider.options,
             )
-            seen = Tables(indices, (indices >= 0).sum(1, dtype=torch.int32))
+            seen = Tables(indices, counts)
             self.finish(
                 *(result[:, None], log[:, None], seen),
                 *(out[part][:, None], lse[part][:, None]),
             )
+
+    def _shown(self, ids: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
+        """See ``reference.shown``; indices have the width that the library wants."""
+        rows, width = ids.shape
+        room = max(-(-width // SPARSE_MULTIPLE) * SPARSE_MULTIPLE, SPARSE_MULTIPLE)
+        indices = torch.empty((rows, room), dtype=torch.int32, device=ids.device)
+        counts = torch.empty(rows, dtype=torch.int32, device=ids.device)
+        kernels.shown_kernel[(rows,)](
+            *(ids, indices, counts, width, room, ahead, ids.stride(0)), BLOCK=BLOCK
+        )
+        return indices, counts

@@ -39,6 +39,36 @@ def indices_kernel(
     tl.store(p_row + column, row, column < width)
 
 
+@triton.jit(do_not_specialize=["width", "room", "ahead"])
+def shown_kernel(
+    p_ids,
+    p_indices,
+    p_counts,
+    width,
+    room,
+    ahead,
+    s_ids,
+    BLOCK: tl.constexpr,
+):
+    """Grid (rows of a prompt,): columns that a row has selected and may see, and how many; -1
+    behind them. Row 0 sees the columns up to ``ahead``, and each further row one more."""
+    row = tl.program_id(0).to(tl.int64)
+    p_ids += row * s_ids
+    p_indices += row * room
+    count = 0
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        found = tl.load(p_ids + column, column < width, other=-1)
+        shown = (found >= 0) & (found <= ahead + row)
+        place = count + tl.cumsum(shown.to(tl.int32), 0) - 1
+        tl.store(p_indices + place, found, shown)
+        count += tl.sum(shown.to(tl.int32), 0)
+    for start in range(0, room, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        tl.store(p_indices + column, -1, (column >= count) & (column < room))
+    tl.store(p_counts + row, count)
+
+
 @triton.jit
 def shift_kernel(
     p_from,

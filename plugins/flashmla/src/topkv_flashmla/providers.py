@@ -53,7 +53,9 @@ def _load(name: str) -> Provider:
 def _lacking(module: Any) -> list[str]:
     """Return what the backend needs and the signatures of a build do not have."""
     decode = inspect.signature(module.flash_mla_with_kvcache).parameters
+    sparse = inspect.signature(module.flash_mla_sparse_fwd).parameters
     lacking = [f"argument {name} of decode" for name in ("indices",) if name not in decode]
+    lacking += [f"argument {n} of prompts" for n in ("topk_length",) if n not in sparse]
     if not _has_hopper(module, decode):
         lacking.append("kernels for Hopper")
     metadata = inspect.signature(module.get_mla_metadata).parameters.values()

@@ -46,15 +46,19 @@ def finish(out: Tensor, lse: Tensor, lengths: Tensor, heads: int) -> tuple[Tenso
     return out, torch.where(full, lse[:, :heads], -torch.inf)
 
 
-def shown(ids: Tensor, last: Tensor, multiple: int) -> Tensor:
-    """Columns that rows have selected and causality shows, int32; -1 in place of others, and
-    behind, up to a multiple of columns.
+def shown(ids: Tensor, ahead: int, room: int) -> tuple[Tensor, Tensor]:
+    """Columns that rows of a prompt have selected and may see, int32 ``[m, room]``, -1 behind
+    them, and int32 ``[m]`` how many.
 
     Args:
         ids: int32 ``[m, W]`` columns, -1 anywhere.
-        last: ``[m]`` last column that each row may see.
+        ahead: last column that row 0 may see; each further row may see one more.
+        room: columns of the result, at least W.
     """
-    width = max(-(-ids.shape[1] // multiple) * multiple, multiple)
-    found = torch.full((len(ids), width), -1, dtype=torch.int32, device=ids.device)
-    found[:, : ids.shape[1]] = torch.where(ids <= last[:, None], ids, -1)
-    return found
+    last = ahead + torch.arange(len(ids), device=ids.device)
+    keep = (ids >= 0) & (ids <= last[:, None])
+    order = (~keep).byte().argsort(dim=1, stable=True)
+    counts = keep.sum(1, dtype=torch.int32)
+    found = torch.full((len(ids), room), -1, dtype=torch.int32, device=ids.device)
+    found[:, : ids.shape[1]] = torch.where(keep, ids, -1).gather(1, order)
+    return found, counts
