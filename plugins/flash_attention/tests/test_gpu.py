@@ -235,7 +235,9 @@ CHUNKS = (
 @pytest.mark.parametrize("kind", ["grouped", "latent"])
 @pytest.mark.parametrize("unit", [1, 256])
 @pytest.mark.parametrize("selected", [True, False])
-def test_prompts(place, kind, unit, selected, monkeypatch):
+@pytest.mark.parametrize("own", [True, False])
+def test_prompts(place, kind, unit, selected, own, monkeypatch):
+    """Results are in rows of more elements than the heads have; ``own``: in the model's dtype."""
     monkeypatch.setattr(module, "PROMPT_ROWS", 64)
     instance, draw = prompt(place, kind, unit)
     model = instance.model
@@ -244,7 +246,9 @@ def test_prompts(place, kind, unit, selected, monkeypatch):
         keep = torch.rand(rows, keys, generator=torch.Generator().manual_seed(rows)) < 0.3
         mask = (k_start + torch.arange(keys))[None] <= (q_start + torch.arange(rows))[:, None]
         mask = mask & keep if selected else mask
-        out = torch.full((rows, model.num_heads, model.out_dim), torch.nan, device="cuda")
+        wide = (rows, model.num_heads * model.out_dim + 8)
+        wide = torch.full(wide, torch.nan, dtype=q.dtype if own else None, device="cuda")
+        out = wide[:, :-8].unflatten(1, (model.num_heads, model.out_dim))
         lse = torch.full((rows, model.num_heads), torch.nan, device="cuda")
         on = [each.cuda() for each in (q, k)]
         on.append(on[1][..., :512] if kind == "latent" else v.cuda())

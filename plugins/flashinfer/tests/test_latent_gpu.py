@@ -166,7 +166,9 @@ def test_replays_follow_lengths_and_tables(select):
 
 @pytest.mark.parametrize("heads", [128, 7])
 @pytest.mark.parametrize("selected", [True, False])
-def test_prompts(heads, selected):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts(heads, selected, dtype):
+    """Results are in rows of more elements than the heads have."""
     made, _ = backend(heads, 512)
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(70, heads, 576, generator=generator).bfloat16()
@@ -178,7 +180,8 @@ def test_prompts(heads, selected):
         mask = columns[None] <= rows[:, None]
         mask = mask & keep if selected else mask
         wanted = expect(q, k, k[..., :512], SCALE, mask)
-        out = torch.full((70, heads, 512), torch.nan, device="cuda")
+        wide = torch.full((70, heads * 512 + 8), torch.nan, dtype=dtype, device="cuda")
+        out = wide[:, :-8].unflatten(1, (heads, 512))
         lse = torch.full((70, heads), torch.nan, device="cuda")
         what = (q.cuda(), k.cuda(), k[..., :512].cuda(), q_start, k_start)
         if selected:

@@ -184,7 +184,7 @@ def test_only_what_is_kept_has_influence(where):
 @pytest.mark.parametrize("cuts", [(0, 40), (0, 16, 40)])
 def test_selected_history_in_blocks_merges_to_the_whole(where, size, cuts):
     """Blocks are as the core streams history of a chunk whose rows have selected their tokens; the
-    result lies in rows of more elements."""
+    result is in rows of more elements."""
     case = Case(torch.float32, *size, 9, 40, 31, 0, 1.0)
     backend, scale = case.backend(where)
     q, pool, _ = case.make()
