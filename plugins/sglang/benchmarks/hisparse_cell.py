@@ -2,9 +2,10 @@
 
 It is a cell of ``topkv_bench.sglang_cell``, and HiSparse asks for more. HiSparse keeps a request
 out of the batch while its prompt travels to the host, so steps are timed once every request
-decodes. Its device pool has room for some whole prompts and the buffers of all requests. The
-selection of an indexer is written over by one that drifts as stated. SGLang counts no misses; its
-kernel writes a plan of them where it is asked to, and one addition a step sums the plans.
+decodes; the first token is that of the last one. Its device pool has room for some whole prompts
+and the buffers of all requests. The selection of an indexer is written over by one that drifts as
+stated. SGLang counts no misses; its kernel writes a plan of them where it is asked to, and one
+addition a step sums the plans.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from topkv.errors import ConfigError
 from topkv_bench import drift_kernels, sglang_cell
 from topkv_bench.drift import effective, rate_of
 from topkv_bench.engine_cell import write
@@ -73,6 +75,8 @@ def run(
         clock.start()
         clock.put(None)  # the prompts
     engine.loop(look)
+    if clock is not None and not clock.done:
+        raise RuntimeError("requests had ended before all decoded; ask for fewer, or more steps")
 
 
 def watch(asked: dict[str, Any]) -> None:
@@ -84,6 +88,8 @@ def watch(asked: dict[str, Any]) -> None:
 
     def begun(self: Any, *, layer_num: int, max_num_req_slots: int, **others: Any) -> None:
         begin(self, layer_num=layer_num, max_num_req_slots=max_num_req_slots, **others)
+        if self.enable_prefetch:
+            raise RuntimeError("misses of layers that share a selection are not counted")
         made.append(self)
         rows = max_num_req_slots, self.top_k
         self._miss_src = torch.zeros(rows, dtype=torch.int64, device=self.device)
@@ -125,7 +131,13 @@ counts: list[list[int]] = []
 
 
 def row_of(asked: dict[str, Any]) -> Row:
-    """Return the row of a cell."""
+    """Return the row of a cell.
+
+    Raises:
+        ConfigError: an option that a cell of topkv alone knows.
+    """
+    if asked["kv_limit"] is not None or isinstance(asked["drift"], str):
+        raise ConfigError("HiSparse is measured without", ["--kv-limit", "--drift of a trace"])
     if asked["engine_args"].get("enable_hisparse"):
         watch(asked)
     given = sglang_cell.resolved(asked)
@@ -143,7 +155,8 @@ def row_of(asked: dict[str, Any]) -> Row:
         before, after = map(sum, counts)
         misses = (after - before) / steps
         selected = asked["requests"] * layers * made[0].top_k
-        row["link_bytes_per_step"], row["hit_rate"] = misses * entry, 1 - misses / selected
+        row |= {"misses_per_step": misses, "link_bytes_per_step": misses * entry}
+        row["hit_rate"] = 1 - misses / selected
     return row
 
 

@@ -4,7 +4,7 @@
 
 Prompts of all lengths, half of which begin like others, arrive at random; some clients go away,
 and the host pool holds fewer tokens than they ask for. Weights are random. A row a minute:
-requests that ended, their tokens, and bytes of the scheduler's process on the host and of the GPU.
+requests that ended, their tokens, and bytes of the scheduler's process on the host and on the GPU.
 Nothing is held when the load pauses for it.
 """
 
@@ -171,8 +171,7 @@ def _gpu_bytes(process: int) -> int:
 
     pynvml.nvmlInit()
     running = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
-    (found,) = (int(each.usedGpuMemory) for each in running if each.pid == process)
-    return found
+    return sum(int(each.usedGpuMemory or 0) for each in running if each.pid == process)
 
 
 def main() -> None:
