@@ -11,7 +11,7 @@ pytestmark = pytest.mark.nightly
 
 LORA = {"enable_lora": True, "max_loras_per_batch": 3, "lora_backend": "torch_native"}
 LORA["disable_cuda_graph"] = True
-"""SGLang's own kernels of adapters take no float32."""
+"""SGLang's own kernels of adapters take no float32, and these cannot be recorded."""
 
 
 @pytest.fixture(scope="module")

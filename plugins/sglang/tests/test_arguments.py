@@ -129,12 +129,12 @@ def test_rows_of_latent_attention_are_no_values():
 
 
 def test_latent_attention_is_refused_but_for_models_with_an_indexer():
-    def reasons(device="cpu", kind="DeepseekV32ForCausalLM", lora=False, **text):
+    def reasons(kind="DeepseekV32ForCausalLM", lora=False, **text):
         model = SimpleNamespace(
             hf_text_config=SimpleNamespace(**text),
             hf_config=SimpleNamespace(architectures=[kind]),
         )
-        given = SimpleNamespace(device=device, enable_lora=lora, lora_paths=None)
+        given = SimpleNamespace(enable_lora=lora, lora_paths=None)
         return "\n".join(latent_reasons(given, model))
 
     assert not reasons(index_topk=16, index_kpool=1, index_init_tokens=0)
@@ -143,7 +143,7 @@ def test_latent_attention_is_refused_but_for_models_with_an_indexer():
     assert served in reasons(kind="HYV4ForCausalLM", index_topk=16)
     assert "would not reach the indexer" in reasons(lora=True, index_topk=16)
     changed = {"index_kpool": 4, "index_init_tokens": 1, "index_local_tokens": 1}
-    every = reasons("cuda", "HYV4ForCausalLM", lora=True, learnable_sink=True, **changed)
+    every = reasons("HYV4ForCausalLM", lora=True, learnable_sink=True, **changed)
     assert "with index_kpool = 4" in every
     assert len(every.splitlines()) == 7
 

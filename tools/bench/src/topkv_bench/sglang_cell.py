@@ -243,7 +243,7 @@ def _measured(asked: dict[str, Any], given: ServerArgs, made: list[Any]) -> Row:
     engine = Engine(given)
     row: Row = {"attach_seconds": perf_counter() - began}
     requests, context = asked["requests"], asked["context"]
-    # Compiling and loading at first is not measured; prompts are read one after another.
+    # Compiling and loading at first is not measured; further prompts compile nothing new.
     engine.run(min(requests, 2), min(context, 2 * asked["chunk"]), 3)
     coordinator, moved = engine.coordinator, list[Any]()
 
