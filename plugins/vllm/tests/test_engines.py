@@ -55,6 +55,7 @@ def test_installed_and_not_used_it_changes_nothing(stock, arguments, beside, pro
     assert used == without == [each for (each,) in stock.answer(prompts)]
 
 
+@pytest.mark.nightly
 def test_a_mixture_of_experts(arguments, beside, tmp_path, prompt):
     """Layers of experts are known to vLLM by name too, beside those of attention. In processes of
     their own, for groups of ranks are made once in each, by what the first engine needs."""

@@ -112,6 +112,7 @@ def two(served, indexed):
     return served(settings, fresh=True, tensor_parallel_size=2, **more)
 
 
+@pytest.mark.nightly
 def test_ranks_share_one_host_pool(two, indexed, prompt):
     """Tokens are those of the stock model, through a preemption and pages that are used again."""
     lengths, tokens = (250, 1, 33, 100), (8, 30, 20, 16)

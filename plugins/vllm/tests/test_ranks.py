@@ -120,6 +120,7 @@ def test_metrics_are_the_sum_of_ranks(two, prompt):
     assert reported[-1]["used_pages"] == 0
 
 
+@pytest.mark.nightly
 def test_stock_of_two_ranks(arguments, beside, stock, prompt):
     """So that one rank of stock stands for two in these tests."""
     prompts = [prompt(length) for length in (130, 33)]
@@ -136,6 +137,7 @@ def narrow(save_model, tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("narrow"), num_key_value_heads=1)
 
 
+@pytest.mark.nightly
 def test_fewer_kv_heads_than_ranks(of_two, narrow, arguments, beside, stock, prompt):
     """vLLM gives each rank a copy, which selects for the query heads of its rank."""
     more = {"model": str(narrow)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
+import pytest
 from click.testing import CliRunner
 
 from plugins.vllm.tests.server import ready, stream_all
@@ -35,6 +36,7 @@ def test_the_command_of_the_readme_starts_a_server():
     assert line[line.index("--max-num-seqs") + 1] == "8"
 
 
+@pytest.mark.nightly
 def test_the_server_of_the_readme_answers(model, stock, prompt, tmp_path):
     """The budget covers the prompt, so tokens are those of stock vLLM."""
     more = ["--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
