@@ -90,8 +90,8 @@ class Environment:
         self.add(each for each in inner if _applies(each, [extra]))
 
     def install(self, *wheels: Path, check: bool = True) -> None:
-        """Install wheels as they are, those that are not there yet; then every requirement has to
-        be met, unless more comes before that is looked at."""
+        """Install wheels as they are, those that are not there yet. With ``check`` every
+        requirement has to be met then."""
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python)
         new = [wheel for wheel in wheels if wheel not in self._installed]
         if new:

@@ -28,8 +28,8 @@ class Chosen:
     unit: int
 
     def columns(self, rows: slice, lane: int, first: int, count: int) -> Tensor:
-        """List the positions ``first .. first + count - 1`` that rows of a lane see, int32
-        ``[rows, W * unit]`` from 0 on, -1 in place of others."""
+        """List which of ``count`` keys, from position ``first`` on, rows of a lane see: int32
+        ``[rows, W * unit]`` columns of these keys, -1 in place of other tokens."""
         ids = self.ids[rows, lane, :, None] * self.unit
         within = torch.arange(self.unit, dtype=ids.dtype, device=ids.device) - first
         columns = (ids + within).flatten(1)  # negative where an id is -1
@@ -125,8 +125,8 @@ def attend_selected(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Call ``prefill_selected`` for one lane of heads at a time, and for as many rows as masks of
-    them have room for: that of a whole prompt would grow with the square of its length.
+    """Call ``prefill_selected`` for one lane of heads at a time, and for as many rows as a mask
+    has room for: one of a whole prompt over itself would grow with the square of its length.
 
     Args:
         q: ``[m, H, D]`` of positions ``start ..``.

@@ -47,7 +47,7 @@ def spans(rows: int, keys: int, shift: int) -> list[Span]:
 
 
 def listed(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns of each row as a page table.
+    """Lay the columns of each row out as a page table.
 
     Args:
         ids: int32 ``[m, W]``, -1 anywhere.

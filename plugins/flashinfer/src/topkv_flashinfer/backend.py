@@ -39,16 +39,17 @@ class FlashInfer:
 
     def _serve(self, library: providers.Library, setup: BackendSetup) -> None:
         """Make the plans and workspaces."""
+        prompts: LatentPrompts | Prompts
         self.library = library
         self.lanes = setup.max_batch * setup.group.lane_heads * setup.max_queries
         if self.latent:
             self._latent = Latent(library, setup)
-            self._latent_prompts = LatentPrompts(
-                library, setup.model, setup.device, self._latent.float
-            )
+            scratch = self._latent.float
+            prompts = LatentPrompts(library, setup.model, setup.device, scratch)
         else:
             self._decode = Decode(library, setup)
-            self._prompts = Prompts(library, setup.model)
+            prompts = Prompts(library, setup.model)
+        self._prompts = prompts
 
     @hookimpl
     def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
@@ -89,7 +90,7 @@ class FlashInfer:
         self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
     ) -> None:
         """See ``topkv.hooks.backend.Backend.prefill``."""
-        self._prompt(q, k, v, q_start, k_start, None, out, lse)
+        self._prompts(q, k, v, q_start, k_start, None, out, lse)
 
     @hookimpl
     def prefill_selected(
@@ -104,24 +105,7 @@ class FlashInfer:
         lse: Tensor,
     ) -> None:
         """See ``topkv.hooks.backend.Backend.prefill_selected``."""
-        self._prompt(q, k, v, q_start, k_start, kept(ids, len(k)), out, lse)
-
-    def _prompt(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_start: int,
-        k_start: int,
-        keep: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """Attend to what ``keep`` has; it is None where causality alone decides."""
-        if self.latent:
-            self._latent_prompts(q, k, q_start, k_start, keep, out, lse)
-        else:
-            self._prompts(q, k, v, q_start, k_start, keep, out, lse)
+        self._prompts(q, k, v, q_start, k_start, kept(ids, len(k)), out, lse)
 
 
 def _refusals(setup: BackendSetup) -> list[str]:

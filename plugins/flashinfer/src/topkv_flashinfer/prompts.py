@@ -118,13 +118,14 @@ class LatentPrompts:
         self,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         q_start: int,
         k_start: int,
         keep: Tensor | None,
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """See ``topkv.hooks.backend``; ``k`` are rows ``[n, 1, 576]``."""
+        """See ``Prompts``; ``k`` are rows ``[n, 1, 576]`` whose beginnings are ``v``."""
         rows = k[:, 0]
         for first in range(0, len(q), ROWS):
             part = slice(first, first + ROWS)
