@@ -20,6 +20,10 @@ pytestmark = [
 
 SPARSE = {"budget": 96, "buffer": 128, "unit": 16}
 
+SUMS = {"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+"""Arguments with which ranks of GPUs add by NCCL alone. Other ways may use NVLink multicast, which
+not every machine allows."""
+
 
 @pytest.fixture(scope="module")
 def of_two(driven, arguments):
@@ -29,7 +33,7 @@ def of_two(driven, arguments):
     def make(settings=None, **more):
         other = min(1, (os.cpu_count() or 1) - 1)
         engine = driven(SGLANG_CPU_OMP_THREADS_BIND=f"0|{other}")
-        given = {**arguments, "tp_size": 2, **more}
+        given = {**arguments, **SUMS, "tp_size": 2, **more}
         config = {
             **DEFAULTS,
             **(settings or {}),

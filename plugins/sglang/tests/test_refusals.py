@@ -96,11 +96,6 @@ def test_each_option_has_its_reason(refused):
         assert len(refused(each, changes=OPTIONS[each])) == 1
 
 
-def test_ranks_are_refused_on_a_gpu_until_they_ran_there(refused):
-    changes = {"tp_size": 2, "device": "cuda"}
-    assert len(refused("tensor parallel ranks on a GPU (tp_size)", changes=changes)) == 1
-
-
 def test_drafts_that_are_no_chain_are_refused(refused):
     changes = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 4}
     assert len(refused("speculative_ngram_max_bfs_breadth = 4", changes=changes)) == 1

@@ -149,11 +149,7 @@ def _option_reasons(arguments: Any) -> list[str]:
 
 def _rank_reasons(arguments: Any) -> list[str]:
     """Several processes for one model, other than tensor parallel ranks of one machine."""
-    on_gpu = arguments.device != "cpu"
     several = {
-        "tensor parallel ranks on a GPU (tp_size), which were not run yet": (
-            arguments.tp_size if on_gpu else 1
-        ),
         "pipeline parallel stages (pp_size), which run several steps at a time": (
             arguments.pp_size
         ),
