@@ -50,15 +50,17 @@ def test_the_readme_is_short():
 
 @pytest.mark.slow
 def test_the_example_runs_as_written():
+    """As a reader does, who has Triton interpret nothing."""
     example = block("model")
     assert len([line for line in example.splitlines() if line]) == 8
+    mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", example],
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**mine, "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"\b\d{5}\b", done.stdout)
