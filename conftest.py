@@ -26,10 +26,10 @@ _SLOW = [HealthCheck.too_slow]
 settings.register_profile(
     "default", deadline=None, suppress_health_check=_SLOW, derandomize=False, max_examples=100
 )
-# A commit draws 32 examples of each property, a mutant 100, a night 1000.
+# A commit draws 16 examples of each property, a mutant 100, a night 1000.
 settings.register_profile(
     "ci", deadline=None, suppress_health_check=_SLOW, derandomize=True, database=None,
-    max_examples=32,
+    max_examples=16,
 )  # fmt: skip
 # Of `make isolation`, which is about what is installed and not about arithmetic.
 settings.register_profile("one", settings.get_profile("ci"), max_examples=1)

@@ -78,7 +78,7 @@ def test_flat_lanes_keep_their_share_and_others_everything(subject):
     """Keys are of any kind, in fp16, bf16 and fp32, in ragged batches with rows of padding."""
     seen = []
 
-    @examples(subject.tier, cpu=100, interpret=10, gpu=20)
+    @examples(subject.tier, cpu=100, interpret=32, gpu=20)
     @given(case=cases(subject, exact=False), data=st.data())
     def check(case, data):
         bench = AlgorithmBench(subject, case)

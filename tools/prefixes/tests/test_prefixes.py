@@ -143,5 +143,5 @@ def test_keys_are_equal_where_all_tokens_up_to_there_are(one, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [PAGE, 8])
 def test_requests_go_on_as_if_they_had_computed_what_they_found(on, page):
-    found = run_prefixes(on, examples_of=(60, 20), page_tokens=page)
+    found = run_prefixes(on, examples_of=(120, 40), page_tokens=page)
     assert found > (50 if on.name == "cpu" else 0)

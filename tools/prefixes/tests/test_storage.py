@@ -32,7 +32,7 @@ def make(make_stored):
 
 @pytest.mark.slow
 def test_requests_go_on_as_if_they_had_computed_what_was_stored(on):
-    fetched = run_storage(on, cpu=24, interpret=2)
+    fetched = run_storage(on, cpu=48, interpret=4)
     assert fetched > 24 or on.name == "interpret"
 
 
@@ -46,7 +46,7 @@ def test_requests_go_on_as_if_they_had_computed_what_was_stored(on):
     ids=str,
 )
 def test_whatever_pages_look_like(options):
-    assert run_storage(tier("cpu"), cpu=13, **options) > 5
+    assert run_storage(tier("cpu"), cpu=26, **options) > 5
 
 
 @pytest.mark.parametrize("run", [run_overtaken, run_reloaded, run_evicted])
