@@ -50,7 +50,7 @@ def test_the_readme_is_short():
 
 @pytest.mark.slow
 def test_the_example_runs_as_written():
-    """As a reader does, who has Triton interpret nothing."""
+    """The example runs without Triton's interpreter, which no reader turns on."""
     example = block("model")
     assert len([line for line in example.splitlines() if line]) == 8
     mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
