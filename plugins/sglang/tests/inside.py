@@ -57,6 +57,7 @@ class Inside(Served):
 
     def __init__(self, **arguments):
         from sglang.srt.distributed import bootstrap, parallel_state
+        from sglang.srt.model_executor import input_buffers
         from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import ParallelContext, RuntimeContext, use_context
         from sglang.srt.server_args import ServerArgs
@@ -68,7 +69,9 @@ class Inside(Served):
         for name in GROUPS:
             setattr(parallel_state, f"_{name}", None)
         self.context, self.use = RuntimeContext(parallel=ParallelContext()), use_context
-        with self.use(self.context):
+        # Graphs of a process share buffers by their size; another model's have tokens of its own.
+        own = patch.dict(input_buffers._forward_input_buffer_pool, clear=True)
+        with self.use(self.context), own:
             given = ServerArgs(**arguments)
             given.resolve_once()
             given.check_server_args()
