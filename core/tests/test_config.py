@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from attrs import fields
 from config_cases import (
     ANY,
@@ -24,6 +25,7 @@ from topkv.config.settings import CHECKS, DEFAULTS, SHARED
 from topkv.config.stages import Named
 from topkv.entries import Capabilities, NoParameters
 from topkv.plugins import PluginRegistry
+from topkv.types import ModelShape
 
 # Defaults, precedence, origins.
 
@@ -191,6 +193,15 @@ def test_a_prefill_block_is_a_whole_number_of_pages():
     assert low(page_tokens=48).prefill_block_tokens == 32736
     wide = make(backends=[("wide", {})])
     assert low(page_tokens=65536, registry=wide).prefill_block_tokens == 65536
+
+
+def test_a_prefill_block_has_four_times_the_rows_where_attention_is_latent():
+    model = ModelShape(2, 8, 1, 576, torch.bfloat16, 0.1, "mla", 512)
+    latent = {"capabilities": Capabilities(attention=("mla",), units=(1, 128))}
+    made = {"model": model, "registry": make([("pages", latent)], [("any", latent)])}
+    assert low(**made).prefill_block_tokens == 131072
+    assert low(page_tokens=48, **made).prefill_block_tokens == 131040
+    assert low(prefill_block_tokens=64, **made).prefill_block_tokens == 64
 
 
 @pytest.mark.parametrize(

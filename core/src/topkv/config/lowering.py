@@ -123,7 +123,10 @@ def _settle(
         )
     num_pages = -(-tokens // page) + requests + 1
     known.keep(Setting("num_pages", num_pages, COMPUTED))
-    derived = {"prefill_block_tokens": max(DEFAULTS["prefill_block_tokens"] // page, 1) * page}
+    block = DEFAULTS["prefill_block_tokens"]
+    if model.attention == "mla":  # its rows are small, and what they give is large to merge
+        block *= 4
+    derived = {"prefill_block_tokens": max(block // page, 1) * page}
     for name in SHARED:
         if name not in known.settings and name != "backend":  # one that could not be chosen
             known.set(name, derived.get(name))

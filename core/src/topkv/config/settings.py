@@ -163,7 +163,8 @@ class Settings(Generic[Unset, Size]):
 
     prefill_block_tokens: int | Unset = setting(checks.count, 32768)
     """tokens of history that a prefill streams at a time: a multiple of ``page_tokens``, to which
-    the default is rounded. The device holds two of a layer, each with a chunk behind it."""
+    the default is rounded, four times this with latent attention. The device holds two of a
+    layer, each with a chunk behind it."""
 
     prefill_buffer_tokens: int | None = setting(checks.size)
     """tokens of one prompt, from its beginning, that stay on the device in all layers while it is
