@@ -124,7 +124,7 @@ def _settle(
     num_pages = -(-tokens // page) + requests + 1
     known.keep(Setting("num_pages", num_pages, COMPUTED))
     block = DEFAULTS["prefill_block_tokens"]
-    if model.attention == "mla":  # its rows are small, and what they give is large to merge
+    if model.attention == "mla":  # a row is small, and the results of blocks are large to merge
         block *= 4
     derived = {"prefill_block_tokens": max(block // page, 1) * page}
     for name in SHARED:
